@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from ckpt_async import restore
 from ckpt_async.errors import SettingsError, UnknownKindError
 from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, ManagedUploader
+from ckpt_async.integrations.olmo_names import FOLDER, UNSHARDED, fetch_of, newest_name, run_of
 from ckpt_async.torch import fetch_together, run_on_one
 
 try:
@@ -34,9 +34,6 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-
-UNSHARDED = "unsharded"
-_FOLDER = re.compile(r"step(\d+)(-unsharded)?")
 
 
 # --- adapting OLMo 0.6 to current torch --------------------------------------------------------------------------
@@ -146,13 +143,8 @@ class _Uploading(theirs.Checkpointer):
         upload_to: str | None = None,
     ) -> None:
         folder = Path(dir)
-        match = _FOLDER.fullmatch(folder.name)
-        remote, _, name = (upload_to or "").rstrip("/").rpartition("/")
-        if upload_to is not None and (match is None or name != folder.name):
-            raise SettingsError(
-                f"upload_to={upload_to!r}: its last part must be the name of the folder {str(folder)!r},"
-                " which must be step<N> or step<N>-unsharded"
-            )
+        match = FOLDER.fullmatch(folder.name)
+        remote = "" if upload_to is None else run_of(upload_to, folder)
         with _todays_torch():
             super().save_checkpoint(folder, dist_model, optim, train_state)
         if match is not None and upload_to is not None:
@@ -292,9 +284,8 @@ def find_latest_checkpoint(dir: str | os.PathLike[str]) -> str | os.PathLike[str
     remote = str(dir).rstrip("/")
 
     def newest() -> str | None:
-        found = [_find(remote, None), _find(remote, UNSHARDED)]
-        named = [(each.step, kind, each.name) for kind, each in zip((1, 0), found, strict=True) if each]
-        return f"{remote}/{max(named)[2]}" if named else None
+        name = newest_name(_find(remote, None), _find(remote, UNSHARDED))
+        return None if name is None else f"{remote}/{name}"
 
     return run_on_one(newest)
 
@@ -325,27 +316,23 @@ def local_checkpoint(
     if not util.is_url(load_path):
         return str(load_path)
     url = str(load_path).rstrip("/")
-    if not _FOLDER.fullmatch(url.rpartition("/")[2]):
+    how = fetch_of(url, cfg.save_folder, cfg.remote_save_folder)
+    if how is None:
         newest = find_latest_checkpoint(url)
         if newest is None:
             raise FileNotFoundError(f"{url} has no checkpoint")
         url = str(newest)
-    remote, _, name = url.rpartition("/")
-    match = _FOLDER.fullmatch(name)
-    assert match is not None
-    is_own = cfg.remote_save_folder is not None and remote == cfg.remote_save_folder.rstrip("/")
-    folder = Path(cfg.save_folder) if is_own else Path(cfg.save_folder, "loaded")
-    kind = UNSHARDED if match[2] else None
-    ways: list[tuple[str, dict[str, Any]]] = [(remote, {"step": int(match[1]), "kind": kind}), (url, {})]
-    for run, which in ways:  # one of ours, then a folder that OLMo has uploaded
+        how = fetch_of(url, cfg.save_folder, cfg.remote_save_folder)
+    assert how is not None
+    for run, which in how.ways:
         found = fetch_together(
             run,
-            folder / name,
-            folder=cfg.save_folder if is_own else None,
+            how.folder,
+            folder=cfg.save_folder if how.is_own else None,
             overwrite=True,
             local_cache=local_cache,
             **which,
         )
         if found is not None:
-            return str(folder / name)
+            return str(how.folder)
     raise FileNotFoundError(f"{url} is not a checkpoint of ckpt_async or OLMo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from ckpt_async.integrations.managed import (
     ManagedUploader,
     fetch_newest,
 )
+from ckpt_async.integrations.olmo_names import core_step, later
 
 try:
     from olmo_core.distributed.utils import (
@@ -38,8 +38,6 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger(__name__)
-
-_FOLDER = re.compile(r"step(\d+)")
 
 
 @dataclass
@@ -139,13 +137,9 @@ class CkptAsyncCallback(Callback):
 
     def _finished(self) -> list[str]:
         """Return the checkpoints of this training that are complete here; only rank 0's node must have all marks."""
-        found = []
-        for path in Path(self.trainer.save_folder).glob("step*"):
-            step = _step_of(path)
-            is_ours = step is not None and self._first_step < step <= self.step
-            if is_ours and self.trainer.checkpointer.dir_is_checkpoint(path):
-                found.append(path.name)
-        return found
+        folder, is_complete = Path(self.trainer.save_folder), self.trainer.checkpointer.dir_is_checkpoint
+        ours = later(os.listdir(folder), self._first_step, until=self.step)
+        return [name for name in ours if is_complete(folder / name)]
 
     def _hand_over(self, path: Path) -> None:
         """Hand over a checkpoint, once. May run in any thread; raises nothing, because nobody would see it."""
@@ -153,7 +147,7 @@ class CkptAsyncCallback(Callback):
             if path in self._seen:
                 return
             self._seen.add(path)
-        uploader, step = self._uploads.uploader, _step_of(path)
+        uploader, step = self._uploads.uploader, core_step(path.name)
         try:
             if uploader is None or step is None:
                 raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the running training")
@@ -220,16 +214,9 @@ def newest_checkpoint(
     """
     found = fetch_newest(save_folder, remote, drain_timeout_s, store_options)
     newest = -1 if found is None else found[0].step
-    for path in Path(save_folder).glob("step*"):
-        if (_step_of(path) or 0) > newest:
-            logger.warning(
-                "never_committed path=%s: load the checkpoint that is returned; the trainer alone would load"
-                " this one",
-                path,
-            )
+    for name in later(os.listdir(save_folder) if os.path.isdir(save_folder) else [], newest):
+        logger.warning(
+            "never_committed path=%s: load the checkpoint that is returned; the trainer alone would load this one",
+            Path(save_folder, name),
+        )
     return None if found is None else str(found[1])
-
-
-def _step_of(path: Path) -> int | None:
-    match = _FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else None
