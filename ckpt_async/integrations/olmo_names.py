@@ -1,4 +1,4 @@
-"""How OLMo and OLMo-core name checkpoints, and what follows from a name: where to upload it, and where to find it. Pure,
+"""How OLMo and OLMo-core name checkpoints, and what follows from a name: where to upload it and where to find it. Pure,
 and importable without either of them.
 """
 

@@ -407,7 +407,7 @@ def _handler(peer: GcsPeer) -> type[PeerHandler]:
                 peer.closing.wait()
                 self.close_connection = True
                 return
-            lines = {"Date": email.utils.formatdate(usegmt=True)}
+            lines = {"Date": peer.date()}
             if answer.declares_size:
                 lines["Content-Length"] = str(len(answer.body))
             else:

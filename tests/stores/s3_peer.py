@@ -478,7 +478,7 @@ def _handler(peer: S3Peer) -> type[PeerHandler]:
             answer = peer.answer(Request(self.command, parts.path, parts.query, query, headers, body))
             told = {
                 "Content-Length": str(len(answer.body)),
-                "Date": email.utils.formatdate(usegmt=True),
+                "Date": peer.date(),
                 **answer.headers,
             }
             head = "".join(f"{name}: {value}\r\n" for name, value in told.items())

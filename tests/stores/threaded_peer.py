@@ -1,14 +1,18 @@
 """The common base of the scripted stores: a loopback HTTP server with one thread per connection."""
 
 import contextlib
+import email.utils
 import ssl
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
 
 class ThreadedPeer:
-    """A context manager that runs the server; with `tls` it speaks HTTPS."""
+    """A context manager that runs the server; with `tls` it speaks HTTPS. `ahead_s`: of its clock, before ours."""
+
+    ahead_s = 0.0
 
     def __init__(
         self, handler: type[BaseHTTPRequestHandler], *, port: int = 0, tls: ssl.SSLContext | None = None
@@ -21,6 +25,9 @@ class ThreadedPeer:
             )
         self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    def date(self) -> str:
+        return email.utils.formatdate(time.time() + self.ahead_s, usegmt=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
