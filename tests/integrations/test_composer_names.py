@@ -1,4 +1,4 @@
-"""Which files Composer's saver takes for left-overs of killed launches, without Composer installed: those are deleted."""
+"""Which files Composer's saver takes for left-overs of killed launches and deletes, without Composer installed."""
 
 import pytest
 
