@@ -174,6 +174,7 @@ def test_a_refused_signature_may_be_the_clocks_fault(run, off_by_s, hint):
     run(main())
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.parametrize("ahead_s", [-3e5, 3e5])
 def test_uploads_have_the_age_that_the_store_s_clock_gives_them(run, ahead_s):
     """If this machine's clock is wrong, a live upload would seem old, and be swept."""

@@ -47,6 +47,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Store, SetClock]]:
         yield open_store("s3://ckpt/run"), lambda ahead_s: setattr(peer, "ahead_s", ahead_s)
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.parametrize("service", [azure, gcs, s3])
 def test_a_listing_has_the_time_at_which_the_store_began_it(
     run: Any, monkeypatch: pytest.MonkeyPatch, service: Any
