@@ -15,6 +15,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from torch.distributed.checkpoint.planner import SavePlanner
+
 from ckpt_async import events
 from ckpt_async.core import arguments, launch
 from ckpt_async.core.settings_options import SaverSettings
@@ -82,7 +84,7 @@ class CheckpointSaver:
         checkpoint_name: Name of the checkpoint as a whole, which is its folder in the store.
         latest_filename: Symlink in `folder` to the newest committed checkpoint; None for no symlink.
         publish: Exact key, below the remote, for tools that expect one: the store copies this rank's file to it once
-            the checkpoint is committed. May use all variables.
+            the checkpoint is committed. If sharded, this is the folder of all ranks' files. May use all variables.
         latest_remote_filename: Composer's text pointer to the newest committed file, below the remote; `.symlink` is
             added.
         save_interval: `"1ep"`, `"500ba"`, `"10000sp"`, `"1e9tok"`, `"2iter"`, `"0.1dur"` of `max_duration`, `"30min"`
@@ -103,10 +105,12 @@ class CheckpointSaver:
             `latest`. Its files are in a folder of this name, unless `filename` says otherwise.
         is_writer: Whether this rank writes a file (or, if sharded, a part) of its own. Default: only the first rank, or
             all ranks if `sharded` or `deepspeed`. Under HSDP: whether this rank belongs to the first replica.
-        deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` without an archive suffix.
+        deepspeed: Every rank writes an archive of its own; `.tar` is added to the names of files (`filename`,
+            `latest_filename`, `publish`, `latest_remote_filename`) that have no archive suffix.
         sharded: Save with torch.distributed.checkpoint into a folder; all ranks with `is_writer` take part.
         process_group: Group of the ranks that write, if sharded. It is only compared with `is_writer`: the saver makes
             a gloo group of its own of these ranks, because a save runs beside training.
+        planner: torch's planner of what each rank writes, if sharded; used for every save.
         blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
         save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: The same if the `with` block ends with an exception, perhaps in the middle of a step.
@@ -143,6 +147,7 @@ class CheckpointSaver:
         deepspeed: bool = False,
         sharded: bool = False,
         process_group: Any = None,
+        planner: SavePlanner | None = None,
         blocking: bool = False,
         save_signals: Sequence[int] = (),
         save_on_exception: bool = False,
@@ -157,7 +162,9 @@ class CheckpointSaver:
         uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
-        what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
+        what = What.of(
+            writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group, planner
+        )
         templates = (folder, remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
             Templates.of(*templates, publish, latest_remote_filename, kind, deepspeed, weights_only),

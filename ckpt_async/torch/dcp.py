@@ -61,6 +61,7 @@ def save(
     *,
     name: str | None = None,
     metrics: Mapping[str, float] | None = None,
+    publish_as: str | None = None,
     planner: SavePlanner | None = None,
     process_group: Group = None,
     thread_count: int = 1,
@@ -69,7 +70,8 @@ def save(
 
     On return this rank's files are enqueued and sealed; `uploader.wait(step)` waits for the commit. All ranks of the
     uploader take part; a rank outside of the process group (for example a replica under HSDP) calls
-    `uploader.seal(step)`.
+    `uploader.seal(step)`. `publish_as`, the same on all ranks, is the folder to which the store copies the checkpoint's
+    files once it is committed: see `Uploader.enqueue`.
 
     If an uploader does not accept this step (SealedError, FencedError, …), its rank raises that error and the others
     raise RankFailedError, before any file is touched. If any rank fails while it writes, torch raises
@@ -77,7 +79,7 @@ def save(
     step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
     never committed.
     """
-    saving = _Saving(step, uploader, name, metrics, process_group)
+    saving = _Saving(step, uploader, name, metrics, publish_as, process_group)
     saving.check()
     try:
         with _no_warning_of_one_process():
@@ -101,6 +103,7 @@ def async_save(
     *,
     name: str | None = None,
     metrics: Mapping[str, float] | None = None,
+    publish_as: str | None = None,
     planner: SavePlanner | None = None,
     process_group: Group = None,
     thread_count: int = 1,
@@ -127,7 +130,7 @@ def async_save(
             raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
         options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
     saving, kept, copied = (
-        _Saving(step, uploader, name, metrics, process_group),
+        _Saving(step, uploader, name, metrics, publish_as, process_group),
         buffers or SnapshotBuffers(),
         {},
     )
@@ -176,9 +179,11 @@ class _Saving:
         uploader: Uploader,
         name: str | None,
         metrics: Mapping[str, float] | None,
+        publish_as: str | None,
         process_group: Group,
     ) -> None:
         self._step, self._uploader, self._metrics = step, uploader, metrics
+        self._publish_as = publish_as
         self._name = naming.checkpoint_name(name, step)
         self._path = uploader.checkpoints_folder / self._name
         self._process_group = process_group
@@ -203,7 +208,7 @@ class _Saving:
     def hand_over(self, metadata: Metadata) -> None:
         """Hand over this rank's files. Every rank has succeeded: torch reports success to all ranks or to none."""
         files = files_of_rank(metadata, self._rank)
-        hand_over(self._uploader, self._step, self._name, files, self._metrics)
+        hand_over(self._uploader, self._step, self._name, files, self._metrics, self._publish_as)
 
     def discard(self) -> None:
         discard(self._path, self._rank, self._before)

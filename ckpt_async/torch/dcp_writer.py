@@ -153,8 +153,8 @@ class _UploaderElsewhere:
     def check_takes(self, step: int, name: str) -> None:
         self._ask("check_takes", (step, name))
 
-    def enqueue(self, path: Path, step: int, name: str) -> None:
-        self._ask("enqueue", (path, step, name))
+    def enqueue(self, path: Path, step: int, name: str, *, publish_as: str | None) -> None:
+        self._ask("enqueue", (path, step, name), publish_as=publish_as)
 
     def seal(self, step: int, *, name: str, metrics: Mapping[str, float] | None) -> None:
         self._ask("seal", (step,), name=name, metrics=metrics)
@@ -184,10 +184,12 @@ def hand_over(
     name: str,
     files: Collection[str],
     metrics: Mapping[str, float] | None,
+    publish_as: str | None = None,
 ) -> None:
     """Enqueue these files of the checkpoint's folder and seal it, because this rank has no more files."""
     for file in sorted(files):
-        uploader.enqueue(uploader.checkpoints_folder / name / file, step, name)
+        published = None if publish_as is None else f"{publish_as}/{file}"
+        uploader.enqueue(uploader.checkpoints_folder / name / file, step, name, publish_as=published)
     uploader.seal(step, name=name, metrics=metrics)
 
 
