@@ -62,6 +62,19 @@ class Arguments(tuple[Any, ...]):
 _TUPLES = frozenset({tuple, Arguments})
 
 
+class Refused:
+    """Stands for what is not plain data, until it is known whether that is left out. It does nothing."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: UnsafePickleError) -> None:
+        self.error = error
+
+
+def _refused_in(values: Iterable[Any]) -> Refused | None:
+    return next((each for each in values if type(each) is Refused), None)
+
+
 def allowed(allow: Allow) -> dict[tuple[str, str], type]:
     """Return the classes by the names that a pickle has for them.
 
@@ -120,6 +133,8 @@ class PlainRules(Rules):
     never_allowed: tuple[type, ...] = ()
 
     def __init__(self, allow: Mapping[tuple[str, str], type]) -> None:
+        self.is_patient = False  # what is refused becomes `Refused`; call `check_kept` in the end
+        self._refused: dict[tuple[str, str], Refused] = {}
         self._tuple_keys_left = _MAX_TUPLE_KEYS
         self._unbuilt: dict[int, object] = {}  # objects to which BUILD may give a state, once
         self._factories: dict[object, type] = {}
@@ -146,7 +161,31 @@ class PlainRules(Rules):
             found = self._names.get((module, name))
         return found
 
-    def refuse_global(self, module: str, name: str) -> NoReturn:
+    def check_kept(self, state: Any) -> None:
+        """Refuse what was put off, if it is in what is left of the state."""
+        pending, seen = [state] if self._refused else [], set[int]()
+        while pending:
+            value = pending.pop()
+            if type(value) is Refused:
+                raise value.error
+            if id(value) in seen or type(value) in _SIMPLE_KEYS:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                pending += [*value.keys(), *value.values()]
+            elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+                pending += value
+            pending += getattr(value, "__dict__", {}).values()
+
+    def refuse_global(self, module: str, name: str) -> object:
+        if self.is_patient and (module, name) not in self._refused:
+            try:
+                self._refuse_global(module, name)
+            except UnsafePickleError as error:
+                self._refused[module, name] = Refused(error)
+        return self._refused.get((module, name)) or self._refuse_global(module, name)
+
+    def _refuse_global(self, module: str, name: str) -> NoReturn:
         module, name = _spelled_today(module, name)
         whole, hint = f"{module}.{name}", ""
         if self._may_be_allowed(module, name):
@@ -164,6 +203,8 @@ class PlainRules(Rules):
 
     def tuple_of(self, items: list[Any]) -> object:
         self.spend(CONTAINER_BYTES)
+        if (refused := _refused_in(items)) is not None:
+            return refused
         return tuple(items) if self.internal.isdisjoint(map(type, items)) else Arguments(items)
 
     def check_data(self, items: Iterable[Any]) -> None:
@@ -171,12 +212,16 @@ class PlainRules(Rules):
             refuse("it has a function, a class or a storage where data belongs")
 
     def new(self, class_: object, arguments: object) -> object:
+        if (refused := _refused_in((class_, arguments))) is not None:
+            return refused
         if type(class_) is not Class or type(arguments) is not tuple:
             refuse("it makes an object of something that is not an allowed class")
         made: Any = class_.made
         return self.new_object(made.__new__(made, *arguments))
 
     def call(self, function: object, arguments: object) -> object:
+        if (refused := _refused_in((function, arguments))) is not None:
+            return refused
         if type(arguments) not in _TUPLES:
             refuse("it calls something without arguments")
         assert isinstance(arguments, tuple)
@@ -189,6 +234,9 @@ class PlainRules(Rules):
         return self.new_object(function.made(*arguments))
 
     def build(self, target: object, state: object) -> object:
+        if type(target) is Refused:
+            return target
+        self.check_kept(state)
         if self._unbuilt.pop(id(target), None) is None:
             refuse("it modifies an object that it did not just create")
         self.check_data((state,))
@@ -216,7 +264,7 @@ class PlainRules(Rules):
     def check_keys(self, keys: list[Any]) -> None:
         for key in keys:
             kind = type(key)
-            if kind in _SIMPLE_KEYS:
+            if kind in _SIMPLE_KEYS or kind is Refused:
                 continue
             if kind is int:
                 if not -(1 << 63) <= key < 1 << 64:
@@ -246,6 +294,8 @@ class PlainRules(Rules):
                 self.check_keys([part])
 
     def set_items(self, target: object, items: list[Any]) -> None:
+        if type(target) is Refused:
+            return
         self.check_keys(items[::2])
         self.check_data(items[1::2])
         pairs = zip(items[::2], items[1::2], strict=True)
@@ -259,6 +309,8 @@ class PlainRules(Rules):
             refuse("it sets items of something that is not a dict")
 
     def extend(self, target: object, items: list[Any]) -> None:
+        if type(target) is Refused:
+            return
         self.check_data(items)
         if isinstance(target, list):
             list.extend(target, items)
