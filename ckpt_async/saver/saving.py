@@ -24,8 +24,8 @@ from ckpt_async.errors import (
     CheckpointAbortedError,
     CheckpointConflictError,
     CkptAsyncError,
-    DestinationError,
     FencedError,
+    InTheWayError,
     InvalidNameError,
     NoSpaceError,
     SaveFailedError,
@@ -248,7 +248,7 @@ class Saving:
             return
         (path,) = checkpoint.paths
         if not what.overwrite and any(path in each.paths for each in self.saved):
-            raise DestinationError(
+            raise InTheWayError(
                 f"{path} was written by an earlier save",
                 hint="put {batch} into filename, or pass overwrite=True",
             )

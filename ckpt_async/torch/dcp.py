@@ -28,6 +28,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import (
     CheckpointGoneError,
     DamagedCheckpointError,
+    RankFailedError,
     SettingsError,
     StateMismatchError,
 )
@@ -74,9 +75,9 @@ def save(
     files once it is committed: see `Uploader.enqueue`.
 
     If an uploader does not accept this step (SealedError, FencedError, …), its rank raises that error and the others
-    raise RankFailedError, before any file is touched. If any rank fails while it writes, torch raises
-    CheckpointException, a BaseException, on all of them; then nothing is enqueued, what was written is removed, and the
-    step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
+    raise RankFailedError, before any file is touched. If any rank fails while it writes, all of
+    them raise a RankFailedError that is also torch's CheckpointException; then nothing is enqueued, what was written is
+    removed, and the step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
     never committed.
     """
     saving = _Saving(step, uploader, name, metrics, publish_as, process_group)
@@ -89,6 +90,9 @@ def save(
                 planner=planner,
                 process_group=process_group,
             )
+    except CheckpointException as error:
+        saving.discard()
+        raise _catchable(error, process_group) from error
     except BaseException:
         saving.discard()
         raise
@@ -157,6 +161,9 @@ def async_save(
         try:
             try:
                 metadata = written.result()
+            except CheckpointException as error:
+                saving.discard()
+                raise _catchable(error, process_group) from error
             except BaseException:
                 saving.discard()
                 raise
@@ -234,15 +241,16 @@ def load_latest(
 
     Raises on all ranks InvalidNameError if the checkpoint was not saved by torch.distributed.checkpoint;
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
-    StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
-    CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) If a rank cannot even open the checkpoint, it raises its own
+    StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and
+    RankFailedError with every rank's failure, for example a refused validation or a store that does not answer. (The
+    last two are also torch's CheckpointException.) If a rank cannot even open the checkpoint, it raises its own
     error, and the others RankFailedError. Ctrl-C ends the reads of its rank, which then raises KeyboardInterrupt. The
     state is undefined after an error.
     """
     check("load_latest", options, LoadLatestOptions)
     choice, how = part(options, FindOptions), part(options, DcpOptions)
-    may_pass_over = options.get("step") is None
+    # One that was asked for has no older one in its place.
+    may_pass_over = options.get("step") is None and not remote.endswith(naming.POINTER_SUFFIX)
     loaded: set[str] = set()
 
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
@@ -306,15 +314,12 @@ def _load(
                 state_dict, storage_reader=reader, planner=planner, process_group=process_group
             )
     except CheckpointException as error:
-        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
-            raise KeyboardInterrupt from error  # torch takes it for a failure like any other
+        if not isinstance(failed := _catchable(error, process_group), Exception):
+            raise failed from error
         # Every rank sees the same failures, so either all go on or none does.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
-            if (mismatch := _mismatch(reader.checkpoint.name, error)) is not None:
-                raise mismatch from error
-            raise
+            raise _mismatch(reader.checkpoint.name, error) or failed from error
         told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
         raise DamagedCheckpointError("; ".join(told)) from error
 
@@ -327,15 +332,36 @@ def _no_warning_of_one_process() -> Iterator[None]:
         yield
 
 
-class _OtherStateError(StateMismatchError, CheckpointException):
-    """One sentence instead of every rank's traceback; also of torch's class, for callers that catch that."""
+class _OfTorch(CheckpointException):
+    """Of torch's class, for callers that catch that, but one sentence instead of every rank's traceback.
 
-    def __init__(self, message: str, failures: dict[int, Any], *, hint: str) -> None:
-        super().__init__(message, hint=hint)
-        self._failures = failures
+    torch's own error is not even an Exception.
+    """
+
+    def __init__(self, message: str, failures: dict[int, Any], *, hint: str = "") -> None:
+        Exception.__init__(self, f"{message} ({hint})" if hint else message)
+        self.hint, self._failures = hint, failures
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class _OtherStateError(_OfTorch, StateMismatchError):
+    pass
+
+
+class _FailedError(_OfTorch, RankFailedError):
+    pass
+
+
+def _catchable(error: CheckpointException, group: Group) -> _FailedError | KeyboardInterrupt:
+    """Return what to raise for torch's error: an Exception or, after Ctrl-C on this rank, that."""
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
+        return KeyboardInterrupt()  # torch takes it for a failure like any other
+    causes = ((rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
+    told = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes)
+    return _FailedError(told, error.failures)
 
 
 def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:

@@ -25,12 +25,13 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ckpt_async.torch
 from ckpt_async import Uploader, errors, restore
-from ckpt_async.errors import FailureReason, InvalidNameError, SettingsError
+from ckpt_async.errors import FailureReason, InvalidNameError, RankFailedError, SettingsError
 from ckpt_async.restore import PeerServer
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, batches
@@ -723,3 +724,53 @@ def test_kinds_of_one_step_are_saved_and_loaded_apart(tmp_path: Path) -> None:
         assert found is not None
         assert found[0] == checkpoint
         assert found[1].bytes_from.keys() == {"local"}
+
+
+def test_a_pointers_address_is_loaded(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    settings: dict[str, Any] = {"composer_symlink": "latest.symlink", "publish_copies": True}
+    with Uploader(folder, remote, **settings) as uploader:
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader)
+    state = {"w": torch.zeros(2)}
+    found = ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink")
+    assert found is not None
+    assert (found.remote, found.step) == (remote, 1)
+    assert torch.equal(state["w"], torch.ones(2))
+    with pytest.raises(FileNotFoundError):
+        ckpt_async.torch.load_latest(state, f"{remote}/other.symlink")
+    with pytest.raises(SettingsError, match="leave out step"):
+        ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink", step=1)
+
+
+def test_a_pointer_to_a_published_folder_is_loaded(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    settings: dict[str, Any] = {"composer_symlink": "latest.symlink", "publish_copies": True}
+    with Uploader(folder, remote, **settings) as uploader:
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, publish_as="exact/ba1")
+    state = {"w": torch.zeros(2)}
+    assert ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink") is not None
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+def test_a_failed_load_is_an_exception(run_: Run, tmp_path: Path) -> None:
+    """torch's CheckpointException alone is a BaseException: `except Exception` would not see it."""
+    run_.commit(1, {0: saved({"w": torch.ones(2)}, tmp_path / "saved")})
+    with pytest.raises(RuntimeError, match="was refused by") as caught:
+        ckpt_async.torch.load_latest(
+            {"w": torch.zeros(2)}, run_.url, validate=lambda path, _: path.endswith(".metadata")
+        )
+    assert isinstance(caught.value, CheckpointException)
+    assert isinstance(caught.value, RankFailedError)
+
+
+class RefusesToPlan(DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        raise OSError("no plan")
+
+
+def test_a_failed_save_is_an_exception(tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader:
+        with pytest.raises(RuntimeError, match="no plan") as caught:
+            ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, planner=RefusesToPlan())
+        assert isinstance(caught.value, CheckpointException)
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader)
