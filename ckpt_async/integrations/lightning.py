@@ -105,6 +105,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         # By path, of what was saved or is named in a checkpoint that was loaded: the kind that it may have.
         self._kinds_of: dict[str, str] = {}
         self._handing = _HandingOver(self._managed)
+        self._has_ended = False
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
@@ -131,6 +132,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         save = _Save(path, step, _name(checkpoint, Path(path)), _scores(checkpoint, path), has_weights_only)
         if (kind := self._handing.hand_over(save)) is not None:
             self._kinds_of[os.fspath(path)] = kind
+        if self._has_ended:  # nobody calls `teardown` again
+            self._managed.close()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
@@ -201,6 +204,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
+        self._has_ended = True
         try:
             self._checkpoint_io.teardown()
         finally:

@@ -47,6 +47,26 @@ WATCH_S = 0.2
 # The share of the seconds left after SIGTERM that the training loop gets to reach its next `step` and save.
 SAVING_SHARE = 0.5
 
+# What Composer and OLMo call it, and what it is called here.
+_CALLED_HERE = {
+    "remote_file_name": "publish",
+    "latest_remote_file_name": "latest_remote_filename",
+    "save_folder": "folder",
+    "save_filename": "filename",
+    "save_latest_filename": "latest_filename",
+    "save_overwrite": "overwrite",
+    "save_weights_only": "weights_only",
+    "save_ignore_keys": "ignore_keys",
+    "save_num_checkpoints_to_keep": "num_checkpoints_to_keep",
+    "save_interval_ephemeral": "ephemeral_save_interval",
+    "save_planner": "planner",
+    "bucket_uri": "remote",
+    "remote_save_folder": "remote",
+    "autoresume": "saver.load_latest()",
+    "upload_timeout_in_seconds": "upload_timeout_s",
+    "use_procs": 'runner="process"',
+}
+
 
 class UploaderOptions(SaverSettings, total=False):
     """What `CheckpointSaver` hands on to its `Uploader`, which describes it."""
@@ -158,7 +178,9 @@ class CheckpointSaver:
         **uploader: Unpack[UploaderOptions],
     ) -> None:
         rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
-        arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
+        arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters, _CALLED_HERE)
+        if remote is not None and not arguments.path(remote, "remote").strip():
+            raise SettingsError(f"remote={remote!r} is empty", hint="pass a URL, or None to upload nothing")
         uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
@@ -209,6 +231,10 @@ class CheckpointSaver:
         self.uploader.before_sigterm_flush = self._save_before_flush
         self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        return f"<CheckpointSaver of {self.uploader!r}, {state}>"
 
     @property
     def saved_checkpoints(self) -> list[SavedCheckpoint]:

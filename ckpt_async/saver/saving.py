@@ -332,6 +332,7 @@ class Saving:
                     continue  # another thread was faster
                 self._undecided.remove(each)
             if error is None:
+                logger.info("committed step %d name=%s", each.step, each.name)
                 self._hooks.committed(each)
             else:
                 self._hooks.failed(each, error)

@@ -75,10 +75,10 @@ def save(
     files once it is committed: see `Uploader.enqueue`.
 
     If an uploader does not accept this step (SealedError, FencedError, …), its rank raises that error and the others
-    raise RankFailedError, before any file is touched. If any rank fails while it writes, all of
-    them raise a RankFailedError that is also torch's CheckpointException; then nothing is enqueued, what was written is
-    removed, and the step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
-    never committed.
+    raise RankFailedError, before any file is touched. If any rank fails while it writes, all of them raise
+    a RankFailedError that is also torch's CheckpointException; then nothing is enqueued, what was written is removed,
+    and the step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the
+    checkpoint is never committed.
     """
     saving = _Saving(step, uploader, name, metrics, publish_as, process_group)
     saving.check()

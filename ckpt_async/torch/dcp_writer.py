@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt_async.core import naming
+from ckpt_async.core import arguments, naming
 from ckpt_async.errors import SettingsError
 from ckpt_async.formats.dcp_files import METADATA
 from ckpt_async.torch.agreement import sendable
 from ckpt_async.torch.snapshot import SnapshotBuffers
 from ckpt_async.trainer.uploader import Uploader
+
+MAX_THREADS = 1024
 
 
 class FolderWriter(FileSystemWriter):
@@ -40,7 +42,8 @@ class FolderWriter(FileSystemWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
-        super().__init__(path, thread_count=thread_count, sync_files=False)
+        threads = arguments.whole(thread_count, "thread_count", 1, MAX_THREADS, SettingsError)
+        super().__init__(path, thread_count=threads, sync_files=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)

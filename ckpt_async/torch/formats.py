@@ -259,13 +259,13 @@ def _load(path: Path, how: _How) -> Any:
 def _suffix(path: Path, how: _How) -> str:
     """Return the suffix of the name or, if it has no known one (`ep1-ba42-rank0`), the one that the content suggests.
 
+    Of a link, the name of the file that it leads to counts first: `latest-rank0.pt` may lead to another format.
     An unpacked file is unpacked again only if its name says so, because a file may contain itself.
     """
-    for each in TAR_SUFFIXES:
-        if path.name.endswith(each):
-            return each
-    if path.suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *CODECS):
-        return path.suffix
+    for name in (path.resolve().name, path.name) if path.is_symlink() else (path.name,):
+        for each in (*TAR_SUFFIXES, *TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *CODECS):
+            if name.endswith(each):
+                return each
     suffix = suffix_by_content(path)
     if not suffix or (how.is_unpacked and suffix not in (".pt", SAFETENSORS_SUFFIX)):
         raise unknown(str(path))

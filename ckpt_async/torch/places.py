@@ -106,9 +106,7 @@ def _local(path: Path, rank: int) -> Path:
             raise FormatError(f"{seen[0]} is a pointer that forms a loop")
         seen.append(path)
     if not path.is_dir():
-        # `latest-rank0.pt` may lead to a file of another format.
-        leads_to = path.resolve() if path.is_symlink() else path
-        return leads_to if leads_to.name.endswith(_LOADABLE) else path
+        return path
     if (path / ".ckpt-async" / "decisions").is_dir():
         raise FormatError(f"{path} is the remote of a run", hint=f"load('file://{path.absolute()}')")
     names = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import datetime as dt
 import enum
+import io
 import math
 import pathlib
 import re
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ckpt_async.core import naming
 from ckpt_async.core.pickled import CONTAINER_BYTES, STATE_VALUES, Class, Function, Rules, refuse
@@ -242,7 +243,9 @@ class PlainRules(Rules):
         self.check_data((state,))
         if self._array_rules is not None and self._array_rules.build(target, state):
             return target
-        if type(target) is collections.OrderedDict:  # torch's state_dict() has `_metadata`
+        if type(target) is io.BytesIO:
+            self._fill_buffer(target, state)
+        elif type(target) is collections.OrderedDict:  # torch's state_dict() has `_metadata`
             _set_fields(vars(target), state, dir(collections.OrderedDict))
         elif type(target) not in self._allowed_types:
             refuse(f"it gives a state to a {type(target).__name__}, which has none")
@@ -335,6 +338,7 @@ class PlainRules(Rules):
     def names(self) -> Names:
         found: Names = {
             ("_codecs", "encode"): Function(self._encoded),
+            ("_io", "BytesIO"): Class(io.BytesIO),
             ("collections", "OrderedDict"): Function(self._ordered),
             ("collections", "defaultdict"): Function(self._defaultdict),
             ("collections", "Counter"): Function(self._counter),
@@ -381,6 +385,13 @@ class PlainRules(Rules):
             refuse("it encodes something other than bytes")
         self.spend(len(text))
         return text.encode("latin-1")
+
+    def _fill_buffer(self, target: io.BytesIO, state: object) -> None:
+        content, at, attributes = state if type(state) is tuple and len(state) == 3 else (None, None, None)
+        if type(content) is not bytes or type(at) is not int or not 0 <= at < 1 << 63 or attributes:
+            refuse("it has a BytesIO that is not its bytes and a position")
+        self.spend(len(content))
+        cast(Any, target).__setstate__((content, at, None))
 
     def _bytes(self, *content: object) -> bytes:
         if content and (len(content) > 1 or type(content[0]) is not bytes):

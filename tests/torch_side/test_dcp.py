@@ -25,7 +25,6 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
     state_dict_saver,
 )
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -552,26 +551,32 @@ asked: list[tuple[str, Any]] = []
 
 
 def refuses_data(path: str, specs: Any) -> bool:
-    """A validation function that CHECKPOINT_VALIDATION_FUNCTION may name."""
     asked.append((path, specs))
     return path.endswith(".metadata")
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_the_validation_function_can_reject_a_checkpoint(
-    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, is_named: bool
+def test_the_variables_function_is_refused_for_sharded_checkpoints(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its contract is a local path, and there is none."""
+    run_.commit(1, {0: saved({"w": torch.ones(1)}, tmp_path / "saved")})
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.refuses_data")
+    asked.clear()
+    with pytest.raises(SettingsError, match=r"called with local paths.*validate="):
+        ckpt_async.torch.load_latest({"w": torch.zeros(1)}, run_.url)
+    assert asked == []
+
+
+def test_the_validation_function_can_reject_a_checkpoint(tmp_path: Path, run_: Run) -> None:
     state = state_of(4)
     files = saved(state, tmp_path / "saved")
     run_.commit(1, {0: files})
     stored = pickle.loads(files[".metadata"]).storage_data
     wanted = {"layer.1", "layer.2"}
-    if is_named:
-        monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.refuses_data")
     asked.clear()
     loaded = empty({name: state[name] for name in wanted})
     with pytest.raises(CheckpointException, match=r"__0_0.distcp was refused by .*refuses_data"):
-        ckpt_async.torch.load_latest(loaded, run_.url, validate=None if is_named else refuses_data)
+        ckpt_async.torch.load_latest(loaded, run_.url, validate=refuses_data)
     assert not any(each.any() for each in loaded.values())
     prefix = f"{run_.url}/ckpt/step-1.g1"
     specs = sorted((each.offset, each.length) for index, each in stored.items() if index.fqn in wanted)
@@ -774,3 +779,11 @@ def test_a_failed_save_is_an_exception(tmp_path: Path) -> None:
             ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, planner=RefusesToPlan())
         assert isinstance(caught.value, CheckpointException)
         ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader)
+
+
+def test_no_thread_is_refused(tmp_path: Path) -> None:
+    with (
+        Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader,
+        pytest.raises(SettingsError, match="thread_count"),
+    ):
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, thread_count=0)

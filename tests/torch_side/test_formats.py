@@ -769,3 +769,13 @@ def test_other_differences_get_no_hint_at_wrappers() -> None:
     with pytest.raises(StateMismatchError) as caught:
         load_into(torch.nn.Linear(2, 1), {"other": torch.ones(1)}, ignore_wrappers=True)
     assert "ignore_wrappers" not in str(caught.value)
+
+
+def test_a_bytes_buffer_is_plain_data(tmp_path: Path) -> None:
+    """torch's own tests have one in their state."""
+    buffer = io.BytesIO(b"abc")
+    buffer.seek(1)
+    found = load(saved(tmp_path / "a.pt", {"buffer": buffer, "empty": [io.BytesIO()]}))
+    assert found["buffer"].read() == b"bc"
+    assert found["buffer"].getvalue() == b"abc"
+    assert found["empty"][0].getvalue() == b""
