@@ -178,9 +178,7 @@ class CheckpointSaver:
         **uploader: Unpack[UploaderOptions],
     ) -> None:
         rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
-        arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters, _CALLED_HERE)
-        if remote is not None and not arguments.path(remote, "remote").strip():
-            raise SettingsError(f"remote={remote!r} is empty", hint="pass a URL, or None to upload nothing")
+        _refuse_mistaken(uploader, remote)
         uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
@@ -492,6 +490,13 @@ class CheckpointSaver:
         except BaseException as error:
             self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
             raise
+
+
+def _refuse_mistaken(others: Mapping[str, Any], remote: str | None) -> None:
+    """Refuse other tools' words, and an empty remote: an unset variable in a script is no wish to upload nothing."""
+    arguments.check_spelling(others, inspect.signature(CheckpointSaver).parameters, _CALLED_HERE)
+    if remote is not None and not arguments.path(remote, "remote").strip():
+        raise SettingsError(f"remote={remote!r} is empty", hint="pass a URL, or None to upload nothing")
 
 
 def _refuse_part(state: State) -> None:

@@ -126,13 +126,7 @@ def async_save(
     The future is done when this rank's files are enqueued and sealed; it holds what `save` returns or raises. Wait for
     it before the next save and before the uploader is closed.
     """
-    if mode == "process" and buffers is not None:
-        raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
-    options: dict[str, Any] = {}
-    if mode == "process":
-        if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
-            raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
-        options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
+    options = _in_process(buffers) if mode == "process" else {}
     saving, kept, copied = (
         _Saving(step, uploader, name, metrics, publish_as, process_group),
         buffers or SnapshotBuffers(),
@@ -175,6 +169,14 @@ def async_save(
 
     written.add_done_callback(finish)
     return handed_over
+
+
+def _in_process(buffers: SnapshotBuffers | None) -> dict[str, Any]:
+    if buffers is not None:
+        raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
+    if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+        raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
+    return {"async_checkpointer_type": state_dict_saver.AsyncCheckpointerType.PROCESS}
 
 
 class _Saving:
