@@ -71,8 +71,9 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. Once a save
     returns, SIGKILL does not lose it; it is uploaded and committed in the background. The uploader is opened by `open`
     or at the first save, and closed when the trainer finishes; a save after that (`trainer.save_checkpoint`, another
-    `fit`) opens it for itself and returns when it is committed, for at most `close_timeout_s`. Invalid settings, credentials or buckets raise when it
-    is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
+    `fit`) opens it for itself and returns when it is committed, for at most `close_timeout_s`. Invalid settings,
+    credentials or buckets raise when it is opened. Later failures are logged and counted, and training continues; with
+    `on_error="raise"` they raise.
 
     Files with only weights are uploaded as kind `weights`, because nothing can be resumed from them. If several full
     files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is uploaded as a

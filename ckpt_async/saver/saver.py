@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -27,6 +27,7 @@ from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
+from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.resuming import Resuming, uploader_of
 from ckpt_async.saver.save_requests import SaveRequests, on_signals, watch
 from ckpt_async.saver.saving import FailureHook, Hook, Hooks, SavedCheckpoint, Saving, What, check
@@ -35,7 +36,7 @@ from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.torch.options import LoadRemoteOptions
-from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
+from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S, Uploader
 from ckpt_async.trainer.waits import FlushReport
 
 logger = logging.getLogger(__name__)
@@ -199,12 +200,8 @@ class CheckpointSaver:
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
         self._schedule = schedule
         self.uploader = uploader_of(files, kind, uploader)
-        try:
+        with _closed_on_error(self.uploader):
             self._begin(files, what, ranks, uploader.get("store_options"), save_signals)
-        except BaseException:
-            with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
-                self.uploader.close(0)
-            raise
 
     def _begin(
         self,
@@ -490,6 +487,16 @@ class CheckpointSaver:
         except BaseException as error:
             self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
             raise
+
+
+@contextlib.contextmanager
+def _closed_on_error(uploader: Uploader | LocalOnly) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
+            uploader.close(0)
+        raise
 
 
 def _refuse_mistaken(others: Mapping[str, Any], remote: str | None) -> None:
