@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import pickle
 from typing import Self
 
 
@@ -235,25 +236,25 @@ class UnknownVersionError(InvalidRecordError):
 # --- files of other programs, and agreement between ranks ---------------------------------------------------
 
 
-class UnsafePickleError(CkptAsyncError):
+class UnsafePickleError(CkptAsyncError, pickle.UnpicklingError, ValueError):
     """A pickle refers to something, or does something, that a checkpoint does not need. None of it was executed."""
 
 
-class FormatError(CkptAsyncError):
+class FormatError(CkptAsyncError, ValueError):
     """A file cannot be loaded because it is not what its name says, is truncated or is too large; or a state cannot
     be saved in the format that its file name implies; or a module that either needs is missing.
     """
 
 
-class StateMismatchError(CkptAsyncError):
+class StateMismatchError(CkptAsyncError, RuntimeError):
     """The loaded state does not fit the model. The model was not changed; the message names the differences."""
 
 
-class RanksDisagreeError(CkptAsyncError):
+class RanksDisagreeError(CkptAsyncError, RuntimeError):
     """The ranks do not agree on a value; the message says which ranks have which value. Raised on every rank."""
 
 
-class RankFailedError(CkptAsyncError):
+class RankFailedError(CkptAsyncError, RuntimeError):
     """An operation that one rank performed for all ranks failed. Raised on every rank, with the original error as
     its cause.
     """
@@ -266,7 +267,7 @@ class CheckpointRefusedError(CkptAsyncError, ValueError):
 # --- outcomes ----------------------------------------------------------------------------------------------
 
 
-class UploadFailedError(CkptAsyncError):
+class UploadFailedError(CkptAsyncError, RuntimeError):
     """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next launch,
     `ckpt-async drain` or the sweeper tries again.
 
@@ -275,7 +276,7 @@ class UploadFailedError(CkptAsyncError):
     """
 
 
-class SaveFailedError(CkptAsyncError):
+class SaveFailedError(CkptAsyncError, RuntimeError):
     """A checkpoint was not written or not handed over. This rank's part does not exist, so the checkpoint is never
     committed. `CheckpointSaver` raises this error at its next `step`, with the original error as its cause. The
     next save is not affected.
@@ -327,6 +328,10 @@ class UnknownKindError(CkptAsyncError):
 
 class DestinationError(CkptAsyncError):
     """A file could not be written to its destination: a different file is in the way, or writing failed."""
+
+
+class InTheWayError(DestinationError, FileExistsError):
+    """Something else is in the way at the destination. It was left alone."""
 
 
 class CheckpointGoneError(CkptAsyncError):

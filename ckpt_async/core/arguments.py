@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ckpt_async.errors import CkptAsyncError, InvalidNameError, SettingsError
@@ -45,11 +45,17 @@ def whole(number: Any, name: str, low: int, high: int, error: type[CkptAsyncErro
     raise error(f"{name}={shown(number)} must be a whole number from {low} to {high}")
 
 
-def check_spelling(given: Iterable[str], known: Collection[str]) -> None:
-    """Raise SettingsError for an argument that is nearly one of the `known` ones. Others may be for somebody else."""
+def check_spelling(
+    given: Iterable[str], known: Collection[str], called_here: Mapping[str, str] | None = None
+) -> None:
+    """Raise SettingsError for an argument that is nearly one of the `known` ones, or has another name here (as
+    `called_here` says). Others may be for somebody else.
+    """
     import difflib
 
     for name in given:
+        if name in (called_here or {}):
+            raise SettingsError(f"unknown argument {name!r}", hint=f"here it is {(called_here or {})[name]}")
         if name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
             raise SettingsError(f"unknown argument {name!r}", hint=f"did you mean {close[0]}?")
 

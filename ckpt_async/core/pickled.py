@@ -104,11 +104,10 @@ class Rules:
         if type(module) is not str or type(name) is not str:
             refuse("it names a global without a name")
         found = self.find(module, name)
-        if found is None:
-            self.refuse_global(module[:200], name[:200])
-        return found
+        return self.refuse_global(module[:200], name[:200]) if found is None else found
 
-    def refuse_global(self, module: str, name: str) -> NoReturn:
+    def refuse_global(self, module: str, name: str) -> object:
+        """Refuse a name, or return what stands for it until it is known whether it is wanted."""
         refuse(f"it names {module}.{name}, which is not part of {self.what}; nothing was run")
 
     def tuple_of(self, items: list[Any]) -> object:

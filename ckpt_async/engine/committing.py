@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_async.core import agreement, backlog, decide, keys, naming, order, pointers, records, waiting
@@ -348,16 +349,20 @@ async def move_latest(state: State, action: decide.MoveLatest) -> None:
 # The store does the copying; one rank asks for this many copies at once.
 _AT_ONCE = 4
 RETRACT_S = 30.0
+# What tells other tools that a folder is complete: DCP, OLMo-core, OLMo.
+_MARKERS = frozenset({".metadata", ".metadata.json", "config.yaml"})
 
 
 async def copy_shards(state: State, action: decide.Copy) -> None:
     """Copy this rank's shards to their exact keys; if the checkpoint is being pruned, take back what was copied.
 
-    The decision is read again after copying, because the pruner may have looked before a copy was there. Copies that
-    fail are tried again later; the others are recorded.
+    A marker comes last: its rank first makes the copies of all ranks that are not there yet, so that a tool that trusts
+    the marker never finds half of a checkpoint. The decision is read again after copying, because the pruner may have
+    looked before a copy was there. Copies that fail are tried again later; the others are recorded.
     """
     checkpoint, store, id_ = state.checkpoint(action.checkpoint), state.store, action.checkpoint
     wanted, failed = set(checkpoint.to_copy), dict[str, StoreError | InvalidRecordError]()
+    left: set[str] = set()  # by name, markers for which it is too early
     at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def publish(shard: StoredShard) -> None:
@@ -369,10 +374,20 @@ async def copy_shards(state: State, action: decide.Copy) -> None:
 
     decision = await _decision(state, id_)
     if decision is not None:
-        receipt = await steps.bound_receipt(store, decision, state.rank)
         # Only what the receipt lists: the pruner finds the copies by it.
-        shards = [each for each in receipt.shards if each.publish_as and each.name in wanted]
+        own = [each for each in await _listed(state, decision, state.rank) if each.name in wanted]
+        markers = sorted(filter(_is_marker, own), key=lambda each: -each.publish_as.count("/"))
+        shards = [each for each in own if each not in markers]
+        if markers:
+            others = [rank for rank in range(len(decision.receipts)) if rank != state.rank]
+            for rank in others:
+                shards += await _listed(state, decision, rank)
         await all_or_none(publish(each) for each in shards)
+        for marker in markers:  # that of a folder in it before its own
+            if not failed:
+                await publish(marker)
+            left |= {marker.name} if failed else set()
+        shards += markers
         decision = await _decision(state, id_)
     else:
         shards = _known_here(checkpoint)
@@ -380,12 +395,23 @@ async def copy_shards(state: State, action: decide.Copy) -> None:
         logger.info("copies_left_out %s: it was pruned", id_)
         await _take_back(state, id_, shards)
         failed.clear()
-    else:
-        state.observer.copies_finished("ok", len(shards) - len(failed))
-        state.observer.copies_finished("failed", len(failed))
-    state.record(Copied(id_, tuple(sorted(wanted - failed.keys()))))
+        left.clear()
+    done = wanted - failed.keys() - left
+    if decision is not None:
+        state.observer.copies_finished("ok", len(done))
+        state.observer.copies_finished("failed", len(wanted) - len(done))
+    state.record(Copied(id_, tuple(sorted(done))))
     for error in failed.values():
         raise error
+
+
+async def _listed(state: State, decision: Decision, rank: int) -> Sequence[StoredShard]:
+    receipt = await steps.bound_receipt(state.store, decision, rank)
+    return [each for each in receipt.shards if each.publish_as]
+
+
+def _is_marker(shard: StoredShard) -> bool:
+    return PurePosixPath(shard.publish_as).name in _MARKERS
 
 
 async def _take_back(state: State, id_: CheckpointId, shards: Iterable[StoredShard]) -> None:

@@ -70,8 +70,10 @@ class CkptAsyncCheckpointIO(CheckpointIO):
 
     For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. Once a save
     returns, SIGKILL does not lose it; it is uploaded and committed in the background. The uploader is opened by `open`
-    or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise when it
-    is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
+    or at the first save, and closed when the trainer finishes; a save after that (`trainer.save_checkpoint`, another
+    `fit`) opens it for itself and returns when it is committed, for at most `close_timeout_s`. Invalid settings,
+    credentials or buckets raise when it is opened. Later failures are logged and counted, and training continues; with
+    `on_error="raise"` they raise.
 
     Files with only weights are uploaded as kind `weights`, because nothing can be resumed from them. If several full
     files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is uploaded as a
@@ -105,6 +107,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         # By path, of what was saved or is named in a checkpoint that was loaded: the kind that it may have.
         self._kinds_of: dict[str, str] = {}
         self._handing = _HandingOver(self._managed)
+        self._has_ended = False
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
@@ -131,6 +134,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         save = _Save(path, step, _name(checkpoint, Path(path)), _scores(checkpoint, path), has_weights_only)
         if (kind := self._handing.hand_over(save)) is not None:
             self._kinds_of[os.fspath(path)] = kind
+        if self._has_ended:  # nobody calls `teardown` again
+            self._managed.close()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
@@ -201,6 +206,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._checkpoint_io.remove_checkpoint(path)
 
     def teardown(self) -> None:
+        # `validate` before `fit` ends nothing.
+        self._has_ended = self._has_ended or self._managed.uploader is not None
         try:
             self._checkpoint_io.teardown()
         finally:

@@ -121,7 +121,8 @@ class _Uploading(theirs.Checkpointer):
 
     `save_checkpoint` returns when, on every rank, the local folder is complete and, with `upload_to`, handed over: from
     then on SIGKILL does not lose it. It is uploaded and committed in the background. The last part of `upload_to` must
-    be the folder's name; the part before it is the run.
+    be the folder's name; the part before it is the run. With the setting `publish_copies=True` the store also copies a
+    sharded checkpoint to `upload_to` itself, `config.yaml` last; an unsharded one to `<run>/kinds/unsharded/step<N>-…`.
     """
 
     kind: str | None = None
@@ -149,7 +150,10 @@ class _Uploading(theirs.Checkpointer):
             super().save_checkpoint(folder, dist_model, optim, train_state)
         if match is not None and upload_to is not None:
             managed = _managed(folder.parent, remote, self.kind, self.settings)
-            managed.hand_over(folder, int(match[1]), folder.name, files=managed.own_files(folder))
+            assert managed.uploader is not None
+            exact = folder.name if managed.uploader.settings.publish_copies else None
+            files = managed.own_files(folder)
+            managed.hand_over(folder, int(match[1]), folder.name, files=files, publish_as=exact)
 
     def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
         with _todays_torch():

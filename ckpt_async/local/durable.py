@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from ckpt_async.core import errnos
-from ckpt_async.errors import CkptAsyncError, DestinationError, InvalidNameError
+from ckpt_async.errors import CkptAsyncError, DestinationError, InTheWayError, InvalidNameError
 from ckpt_async.local.folder import no_space
 
 
@@ -183,9 +183,9 @@ def _rename(hidden: Path, target: Path, overwrite: bool) -> None:
     os.replace(hidden, target)
 
 
-def _taken(target: Path) -> DestinationError:
+def _taken(target: Path) -> InTheWayError:
     if target.is_dir():
-        return DestinationError(f"{str(target)!r} is a folder; it was left alone", hint="use another name")
-    return DestinationError(
+        return InTheWayError(f"{str(target)!r} is a folder; it was left alone", hint="use another name")
+    return InTheWayError(
         f"{str(target)!r} already exists; it was left alone", hint="use another name, or pass overwrite=True"
     )

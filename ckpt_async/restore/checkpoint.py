@@ -88,6 +88,10 @@ class Checkpoint:
     format: str = OWN_FORMAT
     store_options: StoreOptions | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        others = "" if self.format == OWN_FORMAT else f", of {self.format}"
+        return f"<Checkpoint {self.name} ({self.id.short}) in {self.remote}: {len(self.files)} files{others}>"
+
     @property
     def generation(self) -> int:
         return self.id.generation

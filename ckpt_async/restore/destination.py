@@ -27,7 +27,7 @@ from typing import IO, NamedTuple
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.naming import check_relative
-from ckpt_async.errors import CkptAsyncError, DestinationError, NoSpaceError
+from ckpt_async.errors import CkptAsyncError, DestinationError, InTheWayError, NoSpaceError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
 from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
@@ -139,7 +139,7 @@ class Destination:
                 return False
         except OSError as error:
             raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
-        raise DestinationError(
+        raise InTheWayError(
             f"{str(target)!r} exists and is not the file of {self._checkpoint.name}; it was left alone",
             hint="use another destination, or pass overwrite=True (--overwrite)",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import os
@@ -25,6 +26,7 @@ from ckpt_async.errors import (
     NoJournalError,
     NoUsableCheckpointError,
     ObjectNotFoundError,
+    SettingsError,
     StoreError,
     UnknownVersionError,
 )
@@ -34,6 +36,7 @@ from ckpt_async.protocol.cas import if_readable
 from ckpt_async.protocol.runs import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
+from ckpt_async.restore.objects import look, own_place
 from ckpt_async.restore.options import FindOptions, check
 from ckpt_async.restore.session import Session, mark_damaged, session, unreliable
 from ckpt_async.stores import StoreOptions
@@ -54,7 +57,8 @@ MOST_GENERATIONS = 20
 
 def find(remote: str, **options: Unpack[FindOptions]) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none, which means a
-    fresh start. The options are those of `FindOptions`.
+    fresh start. The options are those of `FindOptions`. `remote` may be the address of a text pointer (`….symlink`, as
+    of Composer): then it is the checkpoint that this names.
 
     A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or
     if a shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared
@@ -78,9 +82,12 @@ def find(remote: str, **options: Unpack[FindOptions]) -> Checkpoint | None:
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, or if several of
     other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds,
-    StoreError if the store cannot be reached, or shows nothing of a run that was there.
+    StoreError if the store cannot be reached, or shows nothing of a run that was there, FileNotFoundError if there is
+    no such pointer.
     """
     check("find", options, FindOptions)
+    if remote.endswith(naming.POINTER_SUFFIX):
+        return _pointed_at(remote, options)
     kind = naming.check_kind(options.get("kind"))
     folder, store_options = options.get("folder"), options.get("store_options")
     step, generation, world_size = options.get("step"), options.get("generation"), options.get("world_size")
@@ -168,6 +175,21 @@ async def _finish_predecessor(
                 what,
                 fate.reason,
             )
+
+
+def _pointed_at(pointer: str, options: FindOptions) -> Checkpoint | None:
+    """Find the checkpoint that a text pointer leads to: one of ours by its own id, or what is in the folder."""
+    if given := [name for name in ("kind", "step", "generation") if options.get(name) is not None]:
+        raise SettingsError(f"{pointer} names the checkpoint", hint=f"leave out {', '.join(given)}")
+    looked = look(pointer, options.get("store_options"))
+    if looked.url == pointer:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), pointer)
+    if (own := own_place(looked.url)) is not None:
+        run, id_, _ = own
+        choice = options.copy()
+        choice["step"], choice["generation"] = id_.step, id_.generation
+        return find(run, **choice)
+    return looked.checkpoint or find(looked.url, **options)
 
 
 async def _find(

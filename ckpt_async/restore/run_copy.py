@@ -27,7 +27,7 @@ from ckpt_async.errors import (
     CheckpointConflictError,
     CheckpointGoneError,
     DamagedCheckpointError,
-    DestinationError,
+    InTheWayError,
     InvalidRecordError,
     ObjectNotFoundError,
 )
@@ -132,7 +132,7 @@ async def _begin(store: PatientStore, source: str) -> bool:
         if others := [
             each.key for each in listing.objects if not each.key.startswith((keys.PROBES, keys.TEMPORARY))
         ]:
-            raise DestinationError(
+            raise InTheWayError(
                 f"{store.url} is not empty: it has {others[0]}",
                 hint="copy to a prefix below which there is nothing",
             )
@@ -142,7 +142,7 @@ async def _begin(store: PatientStore, source: str) -> bool:
             return False
         there = records.decode_copy(made)
     if there != source:
-        raise DestinationError(
+        raise InTheWayError(
             f"{store.url} holds an unfinished copy of {there}, not of {source}",
             hint="copy to another place, or delete that copy first",
         )

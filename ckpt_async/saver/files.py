@@ -55,11 +55,13 @@ class Templates:
             latest_filename = (
                 f"latest-{kind}-rank{{rank}}.pt" if latest_filename == LATEST_FILENAME else latest_filename
             )
-        if is_deepspeed:
-            filename = ckpt.deepspeed_filename(filename, weights_only=weights_only)
         exact = ((each or "").lstrip("/") for each in (publish, latest_remote_filename))
+        named = (filename, latest_filename or "", *exact)
+        if is_deepspeed:  # all four name the same archive
+            named = tuple(each and ckpt.deepspeed_filename(each, weights_only=weights_only) for each in named)
+        filename, latest, *exact_names = named
         place = arguments.path(folder, "folder")
-        return cls(place, remote, filename, checkpoint_name, latest_filename or "", *exact)
+        return cls(place, remote, filename, checkpoint_name, latest, *exact_names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ class LocalOnly:
 
     remote = ""
 
+    def __repr__(self) -> str:
+        return f"<without a remote: {str(self.folder)!r}>"
+
     def __init__(
         self,
         folder: Path,

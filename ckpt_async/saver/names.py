@@ -14,6 +14,7 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.saver.timestamp import Timestamp
 
 OF_RUN = ("run_name", "rank", "local_rank", "world_size", "local_world_size", "node_rank")
+OF_RANK = frozenset({"rank", "local_rank", "node_rank"})  # those of them that may differ between ranks
 OF_TIME = (
     *("epoch", "batch", "batch_in_epoch", "sample", "sample_in_epoch", "token", "token_in_epoch"),
     *("total_wct", "epoch_wct", "batch_wct", "step", "iteration"),

@@ -98,6 +98,7 @@ class Resuming:
             self._refuse_while_sealed(may_start_over)
             return None
         self._may_replace = True  # what is left of an incomplete one
+        logger.info("resumed from step %d name=%s", found[0].step, found[0].name)
         return found[1]
 
     def begin(self, now: Timestamp) -> None:

@@ -10,10 +10,12 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
+
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_async import events
 from ckpt_async.core import arguments, launch
@@ -25,6 +27,7 @@ from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
+from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.resuming import Resuming, uploader_of
 from ckpt_async.saver.save_requests import SaveRequests, on_signals, watch
 from ckpt_async.saver.saving import FailureHook, Hook, Hooks, SavedCheckpoint, Saving, What, check
@@ -33,7 +36,7 @@ from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.torch.options import LoadRemoteOptions
-from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
+from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S, Uploader
 from ckpt_async.trainer.waits import FlushReport
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,26 @@ State = Callable[[], Any] | Any
 WATCH_S = 0.2
 # The share of the seconds left after SIGTERM that the training loop gets to reach its next `step` and save.
 SAVING_SHARE = 0.5
+
+# What Composer and OLMo call it, and what it is called here.
+_CALLED_HERE = {
+    "remote_file_name": "publish",
+    "latest_remote_file_name": "latest_remote_filename",
+    "save_folder": "folder",
+    "save_filename": "filename",
+    "save_latest_filename": "latest_filename",
+    "save_overwrite": "overwrite",
+    "save_weights_only": "weights_only",
+    "save_ignore_keys": "ignore_keys",
+    "save_num_checkpoints_to_keep": "num_checkpoints_to_keep",
+    "save_interval_ephemeral": "ephemeral_save_interval",
+    "save_planner": "planner",
+    "bucket_uri": "remote",
+    "remote_save_folder": "remote",
+    "autoresume": "saver.load_latest()",
+    "upload_timeout_in_seconds": "upload_timeout_s",
+    "use_procs": 'runner="process"',
+}
 
 
 class UploaderOptions(SaverSettings, total=False):
@@ -82,7 +105,7 @@ class CheckpointSaver:
         checkpoint_name: Name of the checkpoint as a whole, which is its folder in the store.
         latest_filename: Symlink in `folder` to the newest committed checkpoint; None for no symlink.
         publish: Exact key, below the remote, for tools that expect one: the store copies this rank's file to it once
-            the checkpoint is committed. May use all variables.
+            the checkpoint is committed. If sharded, this is the folder of all ranks' files. May use all variables.
         latest_remote_filename: Composer's text pointer to the newest committed file, below the remote; `.symlink` is
             added.
         save_interval: `"1ep"`, `"500ba"`, `"10000sp"`, `"1e9tok"`, `"2iter"`, `"0.1dur"` of `max_duration`, `"30min"`
@@ -103,10 +126,12 @@ class CheckpointSaver:
             `latest`. Its files are in a folder of this name, unless `filename` says otherwise.
         is_writer: Whether this rank writes a file (or, if sharded, a part) of its own. Default: only the first rank, or
             all ranks if `sharded` or `deepspeed`. Under HSDP: whether this rank belongs to the first replica.
-        deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` without an archive suffix.
+        deepspeed: Every rank writes an archive of its own; `.tar` is added to the names of files (`filename`,
+            `latest_filename`, `publish`, `latest_remote_filename`) that have no archive suffix.
         sharded: Save with torch.distributed.checkpoint into a folder; all ranks with `is_writer` take part.
         process_group: Group of the ranks that write, if sharded. It is only compared with `is_writer`: the saver makes
             a gloo group of its own of these ranks, because a save runs beside training.
+        planner: torch's planner of what each rank writes, if sharded; used for every save.
         blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
         save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: The same if the `with` block ends with an exception, perhaps in the middle of a step.
@@ -143,6 +168,7 @@ class CheckpointSaver:
         deepspeed: bool = False,
         sharded: bool = False,
         process_group: Any = None,
+        planner: SavePlanner | None = None,
         blocking: bool = False,
         save_signals: Sequence[int] = (),
         save_on_exception: bool = False,
@@ -153,11 +179,13 @@ class CheckpointSaver:
         **uploader: Unpack[UploaderOptions],
     ) -> None:
         rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
-        arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
+        _refuse_mistaken(uploader, remote)
         uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
-        what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
+        what = What.of(
+            writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group, planner
+        )
         templates = (folder, remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
             Templates.of(*templates, publish, latest_remote_filename, kind, deepspeed, weights_only),
@@ -172,12 +200,8 @@ class CheckpointSaver:
         self._saves_last, self._saves_on_exception = saves_last, save_on_exception
         self._schedule = schedule
         self.uploader = uploader_of(files, kind, uploader)
-        try:
+        with _closed_on_error(self.uploader):
             self._begin(files, what, ranks, uploader.get("store_options"), save_signals)
-        except BaseException:
-            with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
-                self.uploader.close(0)
-            raise
 
     def _begin(
         self,
@@ -202,6 +226,10 @@ class CheckpointSaver:
         self.uploader.before_sigterm_flush = self._save_before_flush
         self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        return f"<CheckpointSaver of {self.uploader!r}, {state}>"
 
     @property
     def saved_checkpoints(self) -> list[SavedCheckpoint]:
@@ -459,6 +487,23 @@ class CheckpointSaver:
         except BaseException as error:
             self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
             raise
+
+
+@contextlib.contextmanager
+def _closed_on_error(uploader: Uploader | LocalOnly) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
+            uploader.close(0)
+        raise
+
+
+def _refuse_mistaken(others: Mapping[str, Any], remote: str | None) -> None:
+    """Refuse other tools' words, and an empty remote: an unset variable in a script is no wish to upload nothing."""
+    arguments.check_spelling(others, inspect.signature(CheckpointSaver).parameters, _CALLED_HERE)
+    if remote is not None and not arguments.path(remote, "remote").strip():
+        raise SettingsError(f"remote={remote!r} is empty", hint="pass a URL, or None to upload nothing")
 
 
 def _refuse_part(state: State) -> None:

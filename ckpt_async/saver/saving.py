@@ -24,14 +24,16 @@ from ckpt_async.errors import (
     CheckpointAbortedError,
     CheckpointConflictError,
     CkptAsyncError,
-    DestinationError,
     FencedError,
+    InTheWayError,
+    InvalidNameError,
     NoSpaceError,
     SaveFailedError,
     SealedError,
     SettingsError,
     UploaderClosedError,
 )
+from ckpt_async.saver import names
 from ckpt_async.saver.files import Files, conflict
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.schedule import Due, Schedule
@@ -58,6 +60,7 @@ class What:
     weights_only: bool
     ignore_keys: Any
     process_group: Any = None
+    planner: Any = None  # torch's, of sharded saves
 
     @classmethod
     def of(cls, is_writer: bool, is_sharded: bool, *others: Any) -> What:
@@ -68,6 +71,8 @@ class What:
         found = cls(is_writer, is_sharded, *others)
         if isinstance(found.ignore_keys, str):
             raise SettingsError(f"ignore_keys={found.ignore_keys!r} must be a list of globs, or a function")
+        if found.planner is not None and not is_sharded:
+            raise SettingsError("planner= is about sharded saves", hint="pass sharded=True, or leave it out")
         if is_sharded:
             return replace(found, process_group=_group_of_writers(is_writer, found.process_group))
         return found
@@ -109,6 +114,11 @@ def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | Non
     )
     if what.is_writer and not what.is_sharded:
         ckpt.check_writable(files.filename)
+    if what.is_sharded and (of_rank := names.used(files.publish) & names.OF_RANK):
+        raise InvalidNameError(
+            f"publish={files.publish!r}: with sharded=True it is one folder for all ranks",
+            hint=f"leave {{{min(of_rank)}}} out",
+        )
     is_checked = what.is_writer and not what.overwrite
     found = ckpt.on_all_ranks(lambda: conflict(files, resumed or Timestamp(batch=0)) if is_checked else "")
     if wrong := next(filter(None, told_by_all(found)), ""):
@@ -238,7 +248,7 @@ class Saving:
             return
         (path,) = checkpoint.paths
         if not what.overwrite and any(path in each.paths for each in self.saved):
-            raise DestinationError(
+            raise InTheWayError(
                 f"{path} was written by an earlier save",
                 hint="put {batch} into filename, or pass overwrite=True",
             )
@@ -273,7 +283,9 @@ class Saving:
             cast(Uploader, self._uploader),  # LocalOnly has all that `save` uses
             name=checkpoint.name,
             metrics=metrics,
+            publish_as=self._files.published(checkpoint.timestamp),
             process_group=what.process_group,
+            planner=what.planner,
         )
         if not isinstance(found, Future):
             done: Future[Any] = Future()
@@ -320,6 +332,7 @@ class Saving:
                     continue  # another thread was faster
                 self._undecided.remove(each)
             if error is None:
+                logger.info("committed step %d name=%s", each.step, each.name)
                 self._hooks.committed(each)
             else:
                 self._hooks.failed(each, error)

@@ -6,6 +6,7 @@ tells (wall clock, a measured interval, a signal) is decided by one rank and pas
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from ckpt_async.core import arguments, keys
 from ckpt_async.errors import SettingsError
 from ckpt_async.saver.auto import Auto
 from ckpt_async.saver.timestamp import Event, Timestamp
+
+logger = logging.getLogger(__name__)
 
 Predicate = Callable[[Timestamp, Event], bool]
 # The forms in which a user gives an interval. None: only the other rules, such as the end of the run, save.
@@ -228,6 +231,11 @@ def parse(
     whole = None if max_duration is None else amount(max_duration, "max_duration")
     if whole is not None and whole.unit not in _COUNTED:
         raise SettingsError(f"max_duration={max_duration!r} must be in ep, ba, sp, tok or iter")
+    if arguments.is_whole(save_interval):
+        logger.warning(
+            'save_interval=%s counts epochs; "%sba" would count batches, "%sep" says what it is',
+            *(save_interval, save_interval, save_interval),
+        )
     return Schedule(
         rules=_rules(save_interval, "save_interval", whole),
         ephemeral=_rules(ephemeral_save_interval, "ephemeral_save_interval", whole),

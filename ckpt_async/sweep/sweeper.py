@@ -150,6 +150,9 @@ class Sweeper:
         self.metrics = SweeperMetrics(self._found_folders)
         self.showing = Showing(self._found_folders)
 
+    def __repr__(self) -> str:
+        return f"<Sweeper of folders {self._folders} and remotes {list(self._given)}>"
+
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
         """Sweep once.
 

@@ -28,6 +28,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import (
     CheckpointGoneError,
     DamagedCheckpointError,
+    RankFailedError,
     SettingsError,
     StateMismatchError,
 )
@@ -61,6 +62,7 @@ def save(
     *,
     name: str | None = None,
     metrics: Mapping[str, float] | None = None,
+    publish_as: str | None = None,
     planner: SavePlanner | None = None,
     process_group: Group = None,
     thread_count: int = 1,
@@ -69,15 +71,16 @@ def save(
 
     On return this rank's files are enqueued and sealed; `uploader.wait(step)` waits for the commit. All ranks of the
     uploader take part; a rank outside of the process group (for example a replica under HSDP) calls
-    `uploader.seal(step)`.
+    `uploader.seal(step)`. `publish_as`, the same on all ranks, is the folder to which the store copies the checkpoint's
+    files once it is committed: see `Uploader.enqueue`.
 
     If an uploader does not accept this step (SealedError, FencedError, …), its rank raises that error and the others
-    raise RankFailedError, before any file is touched. If any rank fails while it writes, torch raises
-    CheckpointException, a BaseException, on all of them; then nothing is enqueued, what was written is removed, and the
-    step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
-    never committed.
+    raise RankFailedError, before any file is touched. If any rank fails while it writes, all of them raise
+    a RankFailedError that is also torch's CheckpointException; then nothing is enqueued, what was written is removed,
+    and the step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the
+    checkpoint is never committed.
     """
-    saving = _Saving(step, uploader, name, metrics, process_group)
+    saving = _Saving(step, uploader, name, metrics, publish_as, process_group)
     saving.check()
     try:
         with _no_warning_of_one_process():
@@ -87,6 +90,9 @@ def save(
                 planner=planner,
                 process_group=process_group,
             )
+    except CheckpointException as error:
+        saving.discard()
+        raise _catchable(error, process_group) from error
     except BaseException:
         saving.discard()
         raise
@@ -101,6 +107,7 @@ def async_save(
     *,
     name: str | None = None,
     metrics: Mapping[str, float] | None = None,
+    publish_as: str | None = None,
     planner: SavePlanner | None = None,
     process_group: Group = None,
     thread_count: int = 1,
@@ -119,15 +126,9 @@ def async_save(
     The future is done when this rank's files are enqueued and sealed; it holds what `save` returns or raises. Wait for
     it before the next save and before the uploader is closed.
     """
-    if mode == "process" and buffers is not None:
-        raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
-    options: dict[str, Any] = {}
-    if mode == "process":
-        if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
-            raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
-        options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
+    options = _in_process(buffers) if mode == "process" else {}
     saving, kept, copied = (
-        _Saving(step, uploader, name, metrics, process_group),
+        _Saving(step, uploader, name, metrics, publish_as, process_group),
         buffers or SnapshotBuffers(),
         {},
     )
@@ -154,6 +155,9 @@ def async_save(
         try:
             try:
                 metadata = written.result()
+            except CheckpointException as error:
+                saving.discard()
+                raise _catchable(error, process_group) from error
             except BaseException:
                 saving.discard()
                 raise
@@ -167,6 +171,14 @@ def async_save(
     return handed_over
 
 
+def _in_process(buffers: SnapshotBuffers | None) -> dict[str, Any]:
+    if buffers is not None:
+        raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
+    if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+        raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
+    return {"async_checkpointer_type": state_dict_saver.AsyncCheckpointerType.PROCESS}
+
+
 class _Saving:
     """One checkpoint on its way from this rank's memory to the uploader."""
 
@@ -176,9 +188,11 @@ class _Saving:
         uploader: Uploader,
         name: str | None,
         metrics: Mapping[str, float] | None,
+        publish_as: str | None,
         process_group: Group,
     ) -> None:
         self._step, self._uploader, self._metrics = step, uploader, metrics
+        self._publish_as = publish_as
         self._name = naming.checkpoint_name(name, step)
         self._path = uploader.checkpoints_folder / self._name
         self._process_group = process_group
@@ -203,7 +217,7 @@ class _Saving:
     def hand_over(self, metadata: Metadata) -> None:
         """Hand over this rank's files. Every rank has succeeded: torch reports success to all ranks or to none."""
         files = files_of_rank(metadata, self._rank)
-        hand_over(self._uploader, self._step, self._name, files, self._metrics)
+        hand_over(self._uploader, self._step, self._name, files, self._metrics, self._publish_as)
 
     def discard(self) -> None:
         discard(self._path, self._rank, self._before)
@@ -229,15 +243,16 @@ def load_latest(
 
     Raises on all ranks InvalidNameError if the checkpoint was not saved by torch.distributed.checkpoint;
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
-    StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
-    CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) If a rank cannot even open the checkpoint, it raises its own
+    StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and
+    RankFailedError with every rank's failure, for example a refused validation or a store that does not answer. (The
+    last two are also torch's CheckpointException.) If a rank cannot even open the checkpoint, it raises its own
     error, and the others RankFailedError. Ctrl-C ends the reads of its rank, which then raises KeyboardInterrupt. The
     state is undefined after an error.
     """
     check("load_latest", options, LoadLatestOptions)
     choice, how = part(options, FindOptions), part(options, DcpOptions)
-    may_pass_over = options.get("step") is None
+    # One that was asked for has no older one in its place.
+    may_pass_over = options.get("step") is None and not remote.endswith(naming.POINTER_SUFFIX)
     loaded: set[str] = set()
 
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
@@ -301,15 +316,12 @@ def _load(
                 state_dict, storage_reader=reader, planner=planner, process_group=process_group
             )
     except CheckpointException as error:
-        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
-            raise KeyboardInterrupt from error  # torch takes it for a failure like any other
+        if not isinstance(failed := _catchable(error, process_group), Exception):
+            raise failed from error
         # Every rank sees the same failures, so either all go on or none does.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
-            if (mismatch := _mismatch(reader.checkpoint.name, error)) is not None:
-                raise mismatch from error
-            raise
+            raise _mismatch(reader.checkpoint.name, error) or failed from error
         told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
         raise DamagedCheckpointError("; ".join(told)) from error
 
@@ -322,15 +334,36 @@ def _no_warning_of_one_process() -> Iterator[None]:
         yield
 
 
-class _OtherStateError(StateMismatchError, CheckpointException):
-    """One sentence instead of every rank's traceback; also of torch's class, for callers that catch that."""
+class _OfTorch(CheckpointException):
+    """Of torch's class, for callers that catch that, but one sentence instead of every rank's traceback.
 
-    def __init__(self, message: str, failures: dict[int, Any], *, hint: str) -> None:
-        super().__init__(message, hint=hint)
-        self._failures = failures
+    torch's own error is not even an Exception.
+    """
+
+    def __init__(self, message: str, failures: dict[int, Any], *, hint: str = "") -> None:
+        Exception.__init__(self, f"{message} ({hint})" if hint else message)
+        self.hint, self._failures = hint, failures
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class _OtherStateError(_OfTorch, StateMismatchError):
+    pass
+
+
+class _FailedError(_OfTorch, RankFailedError):
+    pass
+
+
+def _catchable(error: CheckpointException, group: Group) -> _FailedError | KeyboardInterrupt:
+    """Return what to raise for torch's error: an Exception or, after Ctrl-C on this rank, that."""
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
+        return KeyboardInterrupt()  # torch takes it for a failure like any other
+    causes = ((rank, cause) for rank, (cause, _) in sorted(error.failures.items()))
+    told = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes)
+    return _FailedError(told, error.failures)
 
 
 def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
@@ -105,6 +105,15 @@ def _size(*sizes: tuple[int, ...]) -> torch.Size:
     return torch.Size(numbers)
 
 
+def _known(values: Mapping[Any, object], what: str) -> Callable[[object], object]:
+    def look_up(value: object) -> object:
+        if value not in values:
+            refuse(f"it has the {what} {str(value)[:100]!r}, which torch {torch.__version__} does not know")
+        return values[value]
+
+    return look_up
+
+
 def _globals() -> dict[tuple[str, str], object]:
     layouts = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
     memory_formats = {each.value: each for each in _MEM_FORMAT_ENCODING}
@@ -114,9 +123,9 @@ def _globals() -> dict[tuple[str, str], object]:
     }
     found |= {("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
     found |= {
-        (metadata, "_MEM_FORMAT_ENCODING"): Function(memory_formats.__getitem__, int),
+        (metadata, "_MEM_FORMAT_ENCODING"): Function(_known(memory_formats, "memory format"), int),
         ("torch", "Size"): Function(_size, tuple),
-        ("torch.serialization", "_get_layout"): Function(layouts.__getitem__, str),
+        ("torch.serialization", "_get_layout"): Function(_known(layouts, "layout"), str),
         ("collections", "OrderedDict"): Function(OrderedDict, _NONE),  # without arguments; SETITEMS fills it
     }
     # The names of the same things in torch before 2.3, and OLMo-core's own class with the same three fields.
@@ -161,7 +170,7 @@ def load_metadata(
         _check(found)
     except UnsafePickleError as error:
         raise UnsafePickleError(
-            f"{what}: {error}", hint="if it comes from a newer torch, load it with that torch"
+            f"{what}: {error}", hint="if a newer torch wrote it, upgrade torch here, or load it with that one"
         ) from None
     except ILL_FORMED as error:
         raise UnsafePickleError(f"{what} is cut short, or not DCP metadata: {error}") from error

@@ -44,7 +44,7 @@ from ckpt_async.torch.plain import allowed, or_trusted
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
 from ckpt_async.torch.torchfile import in_memory, read_state
-from ckpt_async.torch.validation import validate, validation_function
+from ckpt_async.torch.validation import remote_validation_function, validate
 
 # From this size on a tensor is used where it was read; copying a smaller one is faster than locating it.
 LARGE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ class CkptAsyncReader(StorageReader):
             self._reader = restore.open(self.checkpoint, **part(self._options, ReadOptions))
             weakref.finalize(self, self._reader.close)
         if self._metadata is None:
-            self._validate = validation_function(self._options.get("validate"))
+            self._validate = remote_validation_function(self._options.get("validate"))
             name = self._metadata_file()
             validate(self._validate, self._path(name), None)
             self._metadata = read_metadata(self._reader, name)

@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt_async.core import naming
+from ckpt_async.core import arguments, naming
 from ckpt_async.errors import SettingsError
 from ckpt_async.formats.dcp_files import METADATA
 from ckpt_async.torch.agreement import sendable
 from ckpt_async.torch.snapshot import SnapshotBuffers
 from ckpt_async.trainer.uploader import Uploader
+
+MAX_THREADS = 1024
 
 
 class FolderWriter(FileSystemWriter):
@@ -40,7 +42,8 @@ class FolderWriter(FileSystemWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
-        super().__init__(path, thread_count=thread_count, sync_files=False)
+        threads = arguments.whole(thread_count, "thread_count", 1, MAX_THREADS, SettingsError)
+        super().__init__(path, thread_count=threads, sync_files=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -153,8 +156,8 @@ class _UploaderElsewhere:
     def check_takes(self, step: int, name: str) -> None:
         self._ask("check_takes", (step, name))
 
-    def enqueue(self, path: Path, step: int, name: str) -> None:
-        self._ask("enqueue", (path, step, name))
+    def enqueue(self, path: Path, step: int, name: str, *, publish_as: str | None) -> None:
+        self._ask("enqueue", (path, step, name), publish_as=publish_as)
 
     def seal(self, step: int, *, name: str, metrics: Mapping[str, float] | None) -> None:
         self._ask("seal", (step,), name=name, metrics=metrics)
@@ -184,10 +187,12 @@ def hand_over(
     name: str,
     files: Collection[str],
     metrics: Mapping[str, float] | None,
+    publish_as: str | None = None,
 ) -> None:
     """Enqueue these files of the checkpoint's folder and seal it, because this rank has no more files."""
     for file in sorted(files):
-        uploader.enqueue(uploader.checkpoints_folder / name / file, step, name)
+        published = None if publish_as is None else f"{publish_as}/{file}"
+        uploader.enqueue(uploader.checkpoints_folder / name / file, step, name, publish_as=published)
     uploader.seal(step, name=name, metrics=metrics)
 
 

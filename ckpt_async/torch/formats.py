@@ -42,7 +42,7 @@ from ckpt_async.torch.codecs import (
 from ckpt_async.torch.options import LoadOptions, LoadRemoteOptions
 from ckpt_async.torch.places import Place, Progress, placed
 from ckpt_async.torch.plain import allowed, or_trusted
-from ckpt_async.torch.states import checked_keys, drop
+from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
 from ckpt_async.torch.tensors import (
     flashpoint_tensor,  # noqa: F401  documented under this module
     load_safetensors,
@@ -89,8 +89,8 @@ def load(
 
     Besides tensors a file may hold plain data: numbers, texts, bytes, lists, tuples, dicts, sets; numpy's arrays and
     scalars of numbers and texts; values of `collections`, `datetime`, `decimal`, `fractions` and `pathlib`; torch's
-    sizes, dtypes and devices; states of random number generators; and what `allow` names. Anything that is not allowed
-    is refused before `ignore_keys` leaves anything out. The options are those of `LoadOptions`.
+    sizes, dtypes and devices; states of random number generators; and what `allow` names. What `ignore_keys` leaves out
+    may name anything: it is not run either. The options are those of `LoadOptions`.
 
     Blocks. Raises FormatError if the file cannot be loaded; UnsafePickleError, with the name of what is refused, if it
     holds more than tensors, plain data and what is allowed (`weights_only=False` is torch's own unrestricted reader,
@@ -98,7 +98,7 @@ def load(
     read.
     """
     check("load", options, LoadOptions)
-    ignore_keys, how = checked_keys(options.get("ignore_keys", ())), _How.of(options)
+    how = _How.of(options)
     run_name = options.get("run_name", "")
     template = f"{remote.rstrip('/')}/{os.fspath(path)}" if remote else os.fspath(path)
     ranks = [None] if fallback is None else [None, fallback]
@@ -108,7 +108,6 @@ def load(
         with _first_there(paths, world_size, store_options, progress) as place:
             state = _load(place.path, replace(how, mmap=how.mmap or place.is_ours))
             logger.info("checkpoint_loaded path=%s file=%s", template, place.path.name)
-        drop(state, ignore_keys)
         return state
 
     return read_on_one(read, group=group) if on_one else read()
@@ -122,7 +121,7 @@ def load_remote(checkpoint: restore.Checkpoint, name: str, **options: Unpack[Loa
     `restore.fetch`. Blocks. Raises what `restore.fetch` and `load` raise.
     """
     check("load_remote", options, LoadRemoteOptions)
-    ignore_keys, how = checked_keys(options.get("ignore_keys", ())), _How.of(options)
+    how = _How.of(options)
     run_name, fallback, destination = (
         options.get("run_name", ""),
         options.get("fallback"),
@@ -141,7 +140,6 @@ def load_remote(checkpoint: restore.Checkpoint, name: str, **options: Unpack[Loa
         )
         state = _load(report.paths[name], replace(how, mmap=how.mmap or destination is None))
         logger.info("checkpoint_loaded path=%s/%s file=%s", checkpoint.remote, checkpoint.name, name)
-    drop(state, ignore_keys)
     return state
 
 
@@ -221,6 +219,7 @@ class _How:
     mmap: bool
     max_size_bytes: int | None
     validate: ValidationFunction | None
+    ignore_keys: IgnoreKeys
     is_unpacked: bool = False
 
     @classmethod
@@ -231,7 +230,11 @@ class _How:
             options.get("mmap", False),
             options.get("max_size_bytes"),
             validation_function(options.get("validate")),
+            checked_keys(options.get("ignore_keys", ())),
         )
+
+    def drop(self, state: Any) -> None:
+        drop(state, self.ignore_keys)
 
 
 def _load(path: Path, how: _How) -> Any:
@@ -247,20 +250,22 @@ def _load(path: Path, how: _How) -> Any:
             return _load(inner, replace(how, mmap=True, is_unpacked=True))
     validation.validate(how.validate, str(path), None)
     if suffix == SAFETENSORS_SUFFIX:
-        return load_safetensors(path, how.map_location)
+        tensors = load_safetensors(path, how.map_location)
+        how.drop(tensors)
+        return tensors
     return _torch_load(path, how)
 
 
 def _suffix(path: Path, how: _How) -> str:
     """Return the suffix of the name or, if it has no known one (`ep1-ba42-rank0`), the one that the content suggests.
 
+    Of a link, the name of the file that it leads to counts first: `latest-rank0.pt` may lead to another format.
     An unpacked file is unpacked again only if its name says so, because a file may contain itself.
     """
-    for each in TAR_SUFFIXES:
-        if path.name.endswith(each):
-            return each
-    if path.suffix in (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *CODECS):
-        return path.suffix
+    for name in (path.resolve().name, path.name) if path.is_symlink() else (path.name,):
+        for each in (*TAR_SUFFIXES, *TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *CODECS):
+            if name.endswith(each):
+                return each
     suffix = suffix_by_content(path)
     if not suffix or (how.is_unpacked and suffix not in (".pt", SAFETENSORS_SUFFIX)):
         raise unknown(str(path))
@@ -274,7 +279,12 @@ def _torch_load(path: Path, how: _How) -> Any:
             mapped = path if how.mmap else None
             try:
                 return read_state(
-                    file, str(path), map_location=how.map_location, mapped=mapped, allow=how.allow
+                    file,
+                    str(path),
+                    map_location=how.map_location,
+                    mapped=mapped,
+                    allow=how.allow,
+                    drop=how.drop if how.ignore_keys else None,
                 )
             except UnsafePickleError as error:
                 raise or_trusted(error) from None
@@ -282,7 +292,7 @@ def _torch_load(path: Path, how: _How) -> Any:
         # torch itself refuses them since 2.6 (CVE-2025-32434).
         raise UnsafePickleError(f"{path} is in torch's legacy tar format, which cannot be read safely")
     try:
-        return torch.load(
+        state = torch.load(
             path,
             map_location=cast(Any, how.map_location),
             weights_only=how.allow is not None,
@@ -300,6 +310,8 @@ def _torch_load(path: Path, how: _How) -> Any:
             f"{path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             hint="most likely it is cut short or damaged",
         ) from error
+    how.drop(state)
+    return state
 
 
 def _only_file(folder: Path, source: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import IO
 from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import MAX_POINTER_BYTES, POINTER_SUFFIX
-from ckpt_async.errors import DestinationError, FormatError
+from ckpt_async.errors import FormatError, InTheWayError
 from ckpt_async.formats.dcp_files import is_metadata
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.objects import MAX_HOPS, look, own_place, pointed
@@ -80,7 +80,7 @@ def fetch_file(
     """
     path = Path(destination)
     if not overwrite and os.path.lexists(path):
-        raise DestinationError(f"{path} already exists", hint="pass overwrite=True, or another destination")
+        raise InTheWayError(f"{path} already exists", hint="pass overwrite=True, or another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint, name = _remote(url, rank, store_options, None)
     with tempfile.TemporaryDirectory(prefix=".ckpt-async-", dir=path.parent) as folder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import datetime as dt
 import enum
+import io
 import math
 import pathlib
 import re
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from ckpt_async.core import naming
 from ckpt_async.core.pickled import CONTAINER_BYTES, STATE_VALUES, Class, Function, Rules, refuse
@@ -60,6 +61,19 @@ class Arguments(tuple[Any, ...]):
 
 
 _TUPLES = frozenset({tuple, Arguments})
+
+
+class Refused:
+    """Stands for what is not plain data, until it is known whether that is left out. It does nothing."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: UnsafePickleError) -> None:
+        self.error = error
+
+
+def _refused_in(values: Iterable[Any]) -> Refused | None:
+    return next((each for each in values if type(each) is Refused), None)
 
 
 def allowed(allow: Allow) -> dict[tuple[str, str], type]:
@@ -120,6 +134,8 @@ class PlainRules(Rules):
     never_allowed: tuple[type, ...] = ()
 
     def __init__(self, allow: Mapping[tuple[str, str], type]) -> None:
+        self.is_patient = False  # what is refused becomes `Refused`; call `check_kept` in the end
+        self._refused: dict[tuple[str, str], Refused] = {}
         self._tuple_keys_left = _MAX_TUPLE_KEYS
         self._unbuilt: dict[int, object] = {}  # objects to which BUILD may give a state, once
         self._factories: dict[object, type] = {}
@@ -146,7 +162,31 @@ class PlainRules(Rules):
             found = self._names.get((module, name))
         return found
 
-    def refuse_global(self, module: str, name: str) -> NoReturn:
+    def check_kept(self, state: Any) -> None:
+        """Refuse what was put off, if it is in what is left of the state."""
+        pending, seen = [state] if self._refused else [], set[int]()
+        while pending:
+            value = pending.pop()
+            if type(value) is Refused:
+                raise value.error
+            if id(value) in seen or type(value) in _SIMPLE_KEYS:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                pending += [*value.keys(), *value.values()]
+            elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+                pending += value
+            pending += getattr(value, "__dict__", {}).values()
+
+    def refuse_global(self, module: str, name: str) -> object:
+        if self.is_patient and (module, name) not in self._refused:
+            try:
+                self._refuse_global(module, name)
+            except UnsafePickleError as error:
+                self._refused[module, name] = Refused(error)
+        return self._refused.get((module, name)) or self._refuse_global(module, name)
+
+    def _refuse_global(self, module: str, name: str) -> NoReturn:
         module, name = _spelled_today(module, name)
         whole, hint = f"{module}.{name}", ""
         if self._may_be_allowed(module, name):
@@ -164,6 +204,8 @@ class PlainRules(Rules):
 
     def tuple_of(self, items: list[Any]) -> object:
         self.spend(CONTAINER_BYTES)
+        if (refused := _refused_in(items)) is not None:
+            return refused
         return tuple(items) if self.internal.isdisjoint(map(type, items)) else Arguments(items)
 
     def check_data(self, items: Iterable[Any]) -> None:
@@ -171,12 +213,16 @@ class PlainRules(Rules):
             refuse("it has a function, a class or a storage where data belongs")
 
     def new(self, class_: object, arguments: object) -> object:
+        if (refused := _refused_in((class_, arguments))) is not None:
+            return refused
         if type(class_) is not Class or type(arguments) is not tuple:
             refuse("it makes an object of something that is not an allowed class")
         made: Any = class_.made
         return self.new_object(made.__new__(made, *arguments))
 
     def call(self, function: object, arguments: object) -> object:
+        if (refused := _refused_in((function, arguments))) is not None:
+            return refused
         if type(arguments) not in _TUPLES:
             refuse("it calls something without arguments")
         assert isinstance(arguments, tuple)
@@ -189,12 +235,17 @@ class PlainRules(Rules):
         return self.new_object(function.made(*arguments))
 
     def build(self, target: object, state: object) -> object:
+        if type(target) is Refused:
+            return target
+        self.check_kept(state)
         if self._unbuilt.pop(id(target), None) is None:
             refuse("it modifies an object that it did not just create")
         self.check_data((state,))
         if self._array_rules is not None and self._array_rules.build(target, state):
             return target
-        if type(target) is collections.OrderedDict:  # torch's state_dict() has `_metadata`
+        if type(target) is io.BytesIO:
+            self._fill_buffer(target, state)
+        elif type(target) is collections.OrderedDict:  # torch's state_dict() has `_metadata`
             _set_fields(vars(target), state, dir(collections.OrderedDict))
         elif type(target) not in self._allowed_types:
             refuse(f"it gives a state to a {type(target).__name__}, which has none")
@@ -216,7 +267,7 @@ class PlainRules(Rules):
     def check_keys(self, keys: list[Any]) -> None:
         for key in keys:
             kind = type(key)
-            if kind in _SIMPLE_KEYS:
+            if kind in _SIMPLE_KEYS or kind is Refused:
                 continue
             if kind is int:
                 if not -(1 << 63) <= key < 1 << 64:
@@ -246,6 +297,8 @@ class PlainRules(Rules):
                 self.check_keys([part])
 
     def set_items(self, target: object, items: list[Any]) -> None:
+        if type(target) is Refused:
+            return
         self.check_keys(items[::2])
         self.check_data(items[1::2])
         pairs = zip(items[::2], items[1::2], strict=True)
@@ -259,6 +312,8 @@ class PlainRules(Rules):
             refuse("it sets items of something that is not a dict")
 
     def extend(self, target: object, items: list[Any]) -> None:
+        if type(target) is Refused:
+            return
         self.check_data(items)
         if isinstance(target, list):
             list.extend(target, items)
@@ -283,6 +338,7 @@ class PlainRules(Rules):
     def names(self) -> Names:
         found: Names = {
             ("_codecs", "encode"): Function(self._encoded),
+            ("_io", "BytesIO"): Class(io.BytesIO),
             ("collections", "OrderedDict"): Function(self._ordered),
             ("collections", "defaultdict"): Function(self._defaultdict),
             ("collections", "Counter"): Function(self._counter),
@@ -329,6 +385,13 @@ class PlainRules(Rules):
             refuse("it encodes something other than bytes")
         self.spend(len(text))
         return text.encode("latin-1")
+
+    def _fill_buffer(self, target: io.BytesIO, state: object) -> None:
+        content, at, attributes = state if type(state) is tuple and len(state) == 3 else (None, None, None)
+        if type(content) is not bytes or type(at) is not int or not 0 <= at < 1 << 63 or attributes:
+            refuse("it has a BytesIO that is not its bytes and a position")
+        self.spend(len(content))
+        cast(Any, target).__setstate__((content, at, None))
 
     def _bytes(self, *content: object) -> bytes:
         if content and (len(content) > 1 or type(content[0]) is not bytes):

@@ -122,20 +122,41 @@ class KeyReport:
         )
 
 
-def load_into(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> KeyReport:
+def load_into(
+    model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True, ignore_wrappers: bool = False
+) -> KeyReport:
     """Load the model's part of a state (see `model_state`) into a model, and return the differences.
 
     With `strict`, any difference raises StateMismatchError before anything is changed. Without, the keys that fit are
-    loaded.
+    loaded. With `ignore_wrappers`, keys are the same that differ only by what wrappers add: a leading `module.` (DDP)
+    and `_orig_mod.` (torch.compile), on either side.
     """
-    found = model_state(state)
+    found, own = model_state(state), model.state_dict()
+    if ignore_wrappers:
+        found = _named_as(own, found)
     report = differences(model, found)
     if strict and report:
-        raise StateMismatchError(f"the state does not fit the model: {report}")
-    own = model.state_dict()
+        is_wrapped = len(own.keys() & found.keys()) < len(own.keys() & _named_as(own, found).keys())
+        raise StateMismatchError(
+            f"the state does not fit the model: {report}",
+            hint="with ignore_wrappers=True, `module.` of DDP and `_orig_mod.` of torch.compile do not count"
+            if is_wrapped
+            else "",
+        )
     fitting = {key: found[key] for key in own.keys() & found.keys() if _fits(found[key], own[key])}
     model.load_state_dict(fitting, strict=False)
     return report
+
+
+def _named_as(own: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `found` under the keys of `own`, where the two differ only by what wrappers add."""
+    names = {_bare(key): key for key in own}
+    renamed = {names.get(_bare(key), key): value for key, value in found.items()}
+    return renamed if len(renamed) == len(found) else found  # two keys would become one
+
+
+def _bare(key: str) -> str:
+    return re.sub(r"^(module\.)+", "", re.sub(r"(^|\.)_orig_mod\.", r"\1", key))
 
 
 def differences(model: torch.nn.Module, found: Mapping[str, Any]) -> KeyReport:

@@ -24,7 +24,7 @@ import torch
 
 from ckpt_async.core.pickled import Class, Function, interpret, refuse
 from ckpt_async.errors import FormatError, UnsafePickleError
-from ckpt_async.torch.plain import Arguments, Names, PlainRules, natural_product
+from ckpt_async.torch.plain import Arguments, Names, PlainRules, Refused, natural_product
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 
@@ -68,15 +68,16 @@ def read_state(
     map_location: MapLocation = "cpu",
     mapped: Path | None = None,
     allow: Mapping[tuple[str, str], type] | None = None,
+    drop: Callable[[Any], None] | None = None,
 ) -> Any:
     """Return what torch.save wrote into the zip archive `file`.
 
     `what` names the file in errors. `mapped` is its path if tensors should be mapped instead of read. `allow` is what
-    `plain.allowed` returns.
+    `plain.allowed` returns. `drop` takes out of the state what is not wanted: only what is left must be plain data.
 
     Raises UnsafePickleError, with the global that has no place in a state, or FormatError if the file is damaged.
     """
-    return _read(file, what, StateRules, map_location, mapped, allow or {})
+    return _read(file, what, StateRules, map_location, mapped, allow or {}, drop)
 
 
 def _read(
@@ -86,14 +87,15 @@ def _read(
     map_location: MapLocation,
     mapped: Path | None,
     allow: Mapping[tuple[str, str], type],
+    drop: Callable[[Any], None] | None = None,
 ) -> Any:
     try:
         records = Records(file)
         data = records.pickle()
         rules = make(records, map_location, mapped, allow)
+        rules.is_patient = drop is not None
         found = interpret(data, rules)
         rules.check_data((found,))
-        return found
     except (UnsafePickleError, FormatError) as error:
         raise type(error)(f"{what}: {error.without_hint}", hint=error.hint) from None
     except OSError:
@@ -105,6 +107,13 @@ def _read(
             f"{what} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             hint="most likely it is cut short or damaged",
         ) from error
+    if drop is not None:
+        drop(found)
+        try:
+            rules.check_kept(found)
+        except UnsafePickleError as error:
+            raise UnsafePickleError(f"{what}: {error.without_hint}", hint=error.hint) from None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +391,8 @@ class StateRules(PlainRules):
 
     def persistent(self, told: object) -> object:
         """Return the storage for `('storage', its type, the record's name, its location, the number of elements)`."""
+        if type(told) is Refused:
+            return told
         if type(told) is not Arguments or len(told) != 5 or type(told[0]) is not str or told[0] != "storage":
             refuse("it refers to something outside of it that is not a storage")
         _, type_, key, location, count = told

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Unpack, cast
 
 from ckpt_async import restore
-from ckpt_async.errors import DestinationError, FormatError, SettingsError
+from ckpt_async.errors import DestinationError, FormatError, InTheWayError, SettingsError
 from ckpt_async.local.durable import fsync_descriptor, fsync_path, new_file
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.options import ReadOptions
@@ -93,7 +93,7 @@ def unshard(
             if is_folder
             else "use another name, or overwrite it (overwrite=True, --overwrite)"
         )
-        raise DestinationError(f"{str(target)!r} already exists; it was left alone", hint=hint)
+        raise InTheWayError(f"{str(target)!r} already exists; it was left alone", hint=hint)
     options.setdefault("num_concurrent_reads", 8)
     with restore.open(checkpoint, **options) as reader:
         plan = Planner(reader, classes).make(subfolder)

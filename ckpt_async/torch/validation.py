@@ -37,6 +37,20 @@ def validation_function(
     return function
 
 
+def remote_validation_function(given: ValidationFunction | None) -> ValidationFunction | None:
+    """Return `given`, for files that are read in ranges where they are: it is told their addresses in the store.
+
+    Raises SettingsError if the environment names a function instead, whose contract is a local path.
+    """
+    if given is None and (name := os.environ.get(VARIABLE)):
+        raise SettingsError(
+            f"{VARIABLE}={name!r} is called with local paths, but a sharded checkpoint is read from the store",
+            hint="fetch it (restore.fetch) and load the folder with torch.distributed.checkpoint, or pass validate=, a"
+            " function that is called with addresses in the store, and unset the variable",
+        )
+    return given
+
+
 def validate(function: ValidationFunction | None, path: str, specs: Specs) -> None:
     """Call `function(path, specs)`; raise CheckpointRefusedError unless it returns true. None accepts everything."""
     if function is not None and not function(path, specs):

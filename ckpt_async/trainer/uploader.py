@@ -144,6 +144,13 @@ class Uploader:
                 self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
             at_exit.add(self)
 
+    def __repr__(self) -> str:
+        kind = f" kind {self.kind}" if self.kind else ""
+        return (
+            f"<Uploader of rank {self.rank} of {self.world_size}: {str(self.folder)!r} to {self.remote}{kind},"
+            f" generation {self.generation}, {'closed' if self._is_closed else 'open'}>"
+        )
+
     @property
     def metrics_url(self) -> str | None:
         """The URL for Prometheus, or None if this process serves no metrics."""

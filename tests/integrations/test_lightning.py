@@ -1,6 +1,7 @@
 """Lightning's own trainers with tiny models, real stores and real kills."""
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,20 @@ def test_the_folders_of_a_file_name_are_part_of_the_name_in_the_store(
     modes = [{"filename": "{epoch}/{loss:.1f}"}]
     stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=1, checkpoints=modes).hear()
     assert committed(remote, 1).name.startswith("epoch=0-loss=")
+
+
+def test_a_save_after_the_end_leaves_nothing_open(tmp_path: Path, remote: str) -> None:
+    """Nobody tells when the last `trainer.save_checkpoint` was; in a notebook, a second trainer follows."""
+    from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO
+
+    before = set(threading.enumerate())
+    for trainer in (1, 2):
+        checkpoint_io = CkptAsyncCheckpointIO(tmp_path / "local", remote)
+        for step in (1, 2):
+            state = {"global_step": 10 * trainer + step, "optimizer_states": []}
+            checkpoint_io.save_checkpoint(state, tmp_path / f"local/step={10 * trainer + step}.ckpt")
+            if step == 1:
+                checkpoint_io.teardown()
+        assert checkpoint_io.uploader is None
+        assert committed(remote, 10 * trainer + 2)
+        assert set(threading.enumerate()) <= before

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async import StoreOptions, Sweeper, Uploader, restore
 from ckpt_async import torch as ckpt
 from ckpt_async.core import keys
 from ckpt_async.errors import (
@@ -25,6 +28,7 @@ from ckpt_async.errors import (
     FailureReason,
     FencedError,
     FormatError,
+    InvalidNameError,
     NoUsableCheckpointError,
     SaveFailedError,
     SettingsError,
@@ -76,6 +80,14 @@ class Training:
         for batch in range(first, last + 1):
             self.weight.fill_(batch)
             saver.step(self.state, batch)
+
+
+class CountingPlanner(DefaultSavePlanner):
+    num_plans = 0
+
+    def create_local_plan(self) -> SavePlan:
+        self.num_plans += 1
+        return super().create_local_plan()
 
 
 def steps_of(remote: str) -> list[int]:
@@ -441,6 +453,45 @@ def test_with_deepspeed_every_rank_writes(open_saver: Open, tmp_path: Path) -> N
     with open_saver(remote=None, **options) as saver:
         Training().run(saver, 1, 2)
     assert ckpt.load(tmp_path / "local/ba2-rank1.tar")["batch"] == 2
+
+
+def test_deepspeed_names_lead_to_archives(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    names = {"publish": "exact/ba{batch}-rank{rank}.pt", "latest_remote_filename": "latest-rank{rank}.pt"}
+    with open_saver(deepspeed=True, **names) as saver:
+        Training().run(saver, 1, 2)
+    for place in (
+        str(tmp_path / "local/latest-rank0.pt.tar"),
+        f"{remote}/exact/ba2-rank0.pt.tar",
+        f"{remote}/latest-rank0.pt.tar.symlink",
+    ):
+        assert ckpt.load(place)["batch"] == 2
+
+
+@pytest.mark.parametrize("filename", ["ba{batch}.pt.gz", "ba{batch}.tar", "ba{batch}.safetensors"])
+def test_the_latest_link_loads_in_any_format(open_saver: Open, tmp_path: Path, filename: str) -> None:
+    weight = torch.ones(2)
+    with open_saver(filename=filename) as saver:
+        saver.step({"weight": weight}, 2)
+    assert torch.equal(ckpt.load(tmp_path / "local/latest-rank0.pt")["weight"], weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by torch's own reader
+def test_a_sharded_checkpoint_is_published_as_a_folder(open_saver: Open, tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    planner = CountingPlanner()
+    names = {"publish": "exact/ba{batch}", "latest_remote_filename": "latest"}
+    with open_saver(sharded=True, blocking=True, planner=planner, **names) as saver:
+        saver.step({"weight": weight}, 2)
+    state = {"weight": torch.zeros(3)}
+    dcp.load(state, checkpoint_id=tmp_path / "remote/exact/ba2")  # torch's own reader
+    assert torch.equal(state["weight"], weight)
+    assert (tmp_path / "remote/latest.symlink").read_text().endswith("remote/exact/ba2")
+    assert planner.num_plans == 1
+
+
+def test_a_sharded_publish_may_not_name_the_rank(open_saver: Open) -> None:
+    with pytest.raises(InvalidNameError, match="publish"):
+        open_saver(sharded=True, publish="exact/rank{rank}")
 
 
 @pytest.mark.parametrize(
@@ -837,3 +888,57 @@ def test_a_model_as_the_state_is_refused_before_a_save_is_due(open_saver: Open) 
     with pytest.raises(SettingsError, match=r"^state=Linear is a part of the state.*capture\(model=model"):
         saver.step(torch.nn.Linear(1, 1), 1)
     saver.step({"weights": torch.zeros(1)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("remote_file_name", "publish"), ("save_overwrite", "overwrite"), ("bucket_uri", "remote")],
+)
+def test_composers_words_are_translated(open_saver: Open, theirs: str, ours: str) -> None:
+    with pytest.raises(SettingsError, match=f"{theirs}.*here it is {ours}"):
+        open_saver(**{theirs: "x"})
+
+
+@pytest.mark.parametrize("remote", ["", " "])
+def test_an_empty_remote_is_refused(open_saver: Open, remote: str) -> None:
+    """An unset variable in a script is no wish to upload nothing."""
+    with pytest.raises(SettingsError, match="is empty"):
+        open_saver(remote=remote)
+
+
+def test_a_plain_interval_says_that_it_counts_epochs(
+    open_saver: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_saver(save_interval=500).close()
+    assert "save_interval=500 counts epochs" in caplog.text
+    caplog.clear()
+    open_saver(save_interval="500ba").close()
+    assert "counts" not in caplog.text
+
+
+def test_the_log_says_what_was_resumed_and_committed(
+    open_saver: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckpt_async")
+    for remote in ({}, {"remote": None, "folder": tmp_path / "only-here"}):
+        caplog.clear()
+        with open_saver(**remote) as saver:
+            Training().run(saver, 1, 2)
+        assert "committed step 2 " in caplog.text
+        with open_saver(**remote) as saver:
+            saver.load_latest()
+        assert ("resumed from step 2 " if not remote else "checkpoint_loaded") in caplog.text
+
+
+def test_public_objects_say_what_they_are(open_saver: Open, tmp_path: Path, remote: str) -> None:
+    with open_saver(kind="weights") as saver:
+        saver.step({"model": {"w": torch.ones(1)}}, 2)
+        saver.wait(10)
+        found = saver.find()
+        texts = [repr(each) for each in (saver, saver.uploader, found, Sweeper([tmp_path], [remote]))]
+    assert not any(" at 0x" in each for each in texts)
+    assert all("CheckpointSaver" in texts[0] and str(tmp_path / "local") in each for each in texts[:2])
+    assert f"kind weights, generation {found.generation}, open" in texts[1]  # type: ignore[union-attr]
+    assert found.name in texts[2]  # type: ignore[union-attr]
+    assert remote in texts[3]
+    assert "closed" in repr(saver)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt_async.torch
 from ckpt_async import Uploader, errors, restore
-from ckpt_async.errors import FailureReason, InvalidNameError, SettingsError
+from ckpt_async.errors import FailureReason, InvalidNameError, RankFailedError, SettingsError
 from ckpt_async.restore import PeerServer
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.torch import CkptAsyncReader, CkptAsyncWriter, batches
@@ -551,26 +551,32 @@ asked: list[tuple[str, Any]] = []
 
 
 def refuses_data(path: str, specs: Any) -> bool:
-    """A validation function that CHECKPOINT_VALIDATION_FUNCTION may name."""
     asked.append((path, specs))
     return path.endswith(".metadata")
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_the_validation_function_can_reject_a_checkpoint(
-    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, is_named: bool
+def test_the_variables_function_is_refused_for_sharded_checkpoints(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its contract is a local path, and there is none."""
+    run_.commit(1, {0: saved({"w": torch.ones(1)}, tmp_path / "saved")})
+    monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.refuses_data")
+    asked.clear()
+    with pytest.raises(SettingsError, match=r"called with local paths.*validate="):
+        ckpt_async.torch.load_latest({"w": torch.zeros(1)}, run_.url)
+    assert asked == []
+
+
+def test_the_validation_function_can_reject_a_checkpoint(tmp_path: Path, run_: Run) -> None:
     state = state_of(4)
     files = saved(state, tmp_path / "saved")
     run_.commit(1, {0: files})
     stored = pickle.loads(files[".metadata"]).storage_data
     wanted = {"layer.1", "layer.2"}
-    if is_named:
-        monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.refuses_data")
     asked.clear()
     loaded = empty({name: state[name] for name in wanted})
     with pytest.raises(CheckpointException, match=r"__0_0.distcp was refused by .*refuses_data"):
-        ckpt_async.torch.load_latest(loaded, run_.url, validate=None if is_named else refuses_data)
+        ckpt_async.torch.load_latest(loaded, run_.url, validate=refuses_data)
     assert not any(each.any() for each in loaded.values())
     prefix = f"{run_.url}/ckpt/step-1.g1"
     specs = sorted((each.offset, each.length) for index, each in stored.items() if index.fqn in wanted)
@@ -723,3 +729,61 @@ def test_kinds_of_one_step_are_saved_and_loaded_apart(tmp_path: Path) -> None:
         assert found is not None
         assert found[0] == checkpoint
         assert found[1].bytes_from.keys() == {"local"}
+
+
+def test_a_pointers_address_is_loaded(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    settings: dict[str, Any] = {"composer_symlink": "latest.symlink", "publish_copies": True}
+    with Uploader(folder, remote, **settings) as uploader:
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader)
+    state = {"w": torch.zeros(2)}
+    found = ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink")
+    assert found is not None
+    assert (found.remote, found.step) == (remote, 1)
+    assert torch.equal(state["w"], torch.ones(2))
+    with pytest.raises(FileNotFoundError):
+        ckpt_async.torch.load_latest(state, f"{remote}/other.symlink")
+    with pytest.raises(SettingsError, match="leave out step"):
+        ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink", step=1)
+
+
+def test_a_pointer_to_a_published_folder_is_loaded(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    settings: dict[str, Any] = {"composer_symlink": "latest.symlink", "publish_copies": True}
+    with Uploader(folder, remote, **settings) as uploader:
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, publish_as="exact/ba1")
+    state = {"w": torch.zeros(2)}
+    assert ckpt_async.torch.load_latest(state, f"{remote}/latest.symlink") is not None
+    assert torch.equal(state["w"], torch.ones(2))
+
+
+def test_a_failed_load_is_an_exception(run_: Run, tmp_path: Path) -> None:
+    """torch's CheckpointException alone is a BaseException: `except Exception` would not see it."""
+    run_.commit(1, {0: saved({"w": torch.ones(2)}, tmp_path / "saved")})
+    with pytest.raises(RuntimeError, match="was refused by") as caught:
+        ckpt_async.torch.load_latest(
+            {"w": torch.zeros(2)}, run_.url, validate=lambda path, _: path.endswith(".metadata")
+        )
+    assert isinstance(caught.value, CheckpointException)
+    assert isinstance(caught.value, RankFailedError)
+
+
+class RefusesToPlan(DefaultSavePlanner):
+    def create_local_plan(self) -> Any:
+        raise OSError("no plan")
+
+
+def test_a_failed_save_is_an_exception(tmp_path: Path) -> None:
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader:
+        with pytest.raises(RuntimeError, match="no plan") as caught:
+            ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, planner=RefusesToPlan())
+        assert isinstance(caught.value, CheckpointException)
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader)
+
+
+def test_no_thread_is_refused(tmp_path: Path) -> None:
+    with (
+        Uploader(tmp_path / "folder", f"file://{tmp_path}/remote") as uploader,
+        pytest.raises(SettingsError, match="thread_count"),
+    ):
+        ckpt_async.torch.save({"w": torch.ones(2)}, 1, uploader, thread_count=0)

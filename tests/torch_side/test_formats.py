@@ -2,6 +2,8 @@
 
 import bz2
 import collections
+import dataclasses
+import enum
 import gzip
 import io
 import json
@@ -691,3 +693,89 @@ def test_remote_files_are_unpacked_after_the_fetch(
         load_remote(checkpoint, "none.pt")
     with pytest.raises(CheckpointRefusedError):
         load_remote(checkpoint, "rank0.tar", validate=says_no)
+
+
+class Foreign:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    value: Any
+
+    def __reduce__(self) -> Any:
+        return Reduced, (self.value,), {"more": [self.value]}
+
+
+class ForeignEnum(enum.Enum):
+    A = 1
+
+
+class ForeignDict(dict[str, Any]):
+    pass
+
+
+FOREIGN = [
+    Foreign(torch.ones(2)),
+    Reduced({"a": Foreign(1)}),
+    ForeignEnum.A,
+    ForeignDict(a=ForeignEnum.A),
+    {ForeignEnum.A: 1},
+    (1, [ForeignEnum.A]),
+    ForeignEnum,
+    torch.nn.Linear(2, 2),
+]
+
+
+@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: type(each).__name__)
+def test_only_what_is_kept_must_be_plain(tmp_path: Path, foreign: Any) -> None:
+    path = saved(tmp_path / "a.pt", {"state": {"w": torch.ones(3), "algorithm": foreign}, "other": [1, 2]})
+    found = load(path, ignore_keys=["state/algorithm"])
+    assert found.keys() == {"state", "other"}
+    assert found["state"].keys() == {"w"}
+    assert load(path, ignore_keys=lambda state: state["state"].pop("algorithm")).keys() == {"state", "other"}
+    for others in (["other"], ["state/w", "nothing"], []):
+        with pytest.raises(UnsafePickleError, match="which is not plain data"):
+            load(path, ignore_keys=others)
+
+
+def test_what_is_kept_of_a_foreign_part_is_refused(tmp_path: Path) -> None:
+    shared = Foreign(1)
+    path = saved(tmp_path / "a.pt", {"a": shared, "b": collections.OrderedDict(c=[shared]), "w": 1})
+    with pytest.raises(UnsafePickleError, match=r"Foreign.*allow="):
+        load(path, ignore_keys=["a"])
+    assert load(path, ignore_keys=["a", "b/c"]) == {"b": {}, "w": 1}
+
+
+@pytest.mark.parametrize("of_model", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("of_state", ["", "module.", "_orig_mod.module."])
+def test_keys_may_differ_by_what_wrappers_add(of_model: str, of_state: str) -> None:
+    inner = torch.nn.Linear(2, 1)
+    model: torch.nn.Module = inner
+    for name in filter(None, reversed(of_model.split("."))):
+        outer = torch.nn.Module()
+        outer.add_module(name, model)
+        model = outer
+    state = {"model": {f"{of_state}weight": torch.ones(1, 2), f"{of_state}bias": torch.ones(1)}}
+    if of_model != of_state:
+        with pytest.raises(StateMismatchError, match="ignore_wrappers=True"):
+            load_into(model, state)
+    assert not load_into(model, state, ignore_wrappers=True)
+    assert torch.equal(inner.weight, torch.ones(1, 2))
+
+
+def test_other_differences_get_no_hint_at_wrappers() -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        load_into(torch.nn.Linear(2, 1), {"other": torch.ones(1)}, ignore_wrappers=True)
+    assert "ignore_wrappers" not in str(caught.value)
+
+
+def test_a_bytes_buffer_is_plain_data(tmp_path: Path) -> None:
+    """torch's own tests have one in their state."""
+    buffer = io.BytesIO(b"abc")
+    buffer.seek(1)
+    found = load(saved(tmp_path / "a.pt", {"buffer": buffer, "empty": [io.BytesIO()]}))
+    assert found["buffer"].read() == b"bc"
+    assert found["buffer"].getvalue() == b"abc"
+    assert found["empty"][0].getvalue() == b""

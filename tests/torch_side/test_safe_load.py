@@ -2,6 +2,7 @@
 
 import collections
 import io
+import os
 import pathlib
 import pickle
 import struct
@@ -166,12 +167,17 @@ def test_what_is_no_class_cannot_be_allowed(tmp_path: Path, wrong: Any) -> None:
         load(written(tmp_path, dumped({})), allow=wrong)
 
 
-def test_it_is_decoded_before_keys_are_ignored(tmp_path: Path) -> None:
-    """Otherwise a file could execute code from a part that is ignored."""
-    path = written(tmp_path, dumped({"a": 1, "progress": Progress(3, Stage.DECAY)}))
-    with pytest.raises(UnsafePickleError, match="Progress"):
-        load(path, ignore_keys=["progress"])
-    assert load(path, ignore_keys=["progress"], allow=OURS) == {"a": 1}
+def test_what_is_ignored_is_not_run_either(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    path = written(tmp_path, dumped({"a": 1, "progress": Progress(3, Stage.DECAY), "runs": [Runs()]}))
+    for allow in ((), OURS):
+        assert load(path, ignore_keys=["progress", "runs"], allow=allow) == {"a": 1}
+    with pytest.raises(UnsafePickleError, match="mkdir"):
+        load(path, ignore_keys=["progress"], allow=OURS)
+    assert not (tmp_path / "ran").exists()
 
 
 # --- hostile -----------------------------------------------------------------------------------------------------

@@ -107,6 +107,23 @@ def test_metadata_of_torch_2_4_is_read() -> None:
     assert load_metadata(data).storage_meta.checkpoint_id == Path("/x/y")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (b"torch.strided", b"torch.stripes", "layout 'torch.stripes'"),
+        (b"float32", b"float24", r"torch\.float24"),
+        (b"K\x00\x85", b"K\x63\x85", "memory format '99'"),
+    ],
+)
+def test_what_a_newer_torch_writes_is_named(old: bytes, new: bytes, named: str) -> None:
+    properties = TensorProperties(torch.float32, torch.strided, False, torch.contiguous_format, False)
+    tensor = TensorStorageMetadata(properties, torch.Size([]), [])
+    data = pickle.dumps(Metadata({"w": tensor}, {}, {}), 2)
+    assert old in data
+    with pytest.raises(UnsafePickleError, match=f"{named}.*upgrade torch"):
+        load_metadata(data.replace(old, new))
+
+
 # --- hostile ---------------------------------------------------------------------------------------------------
 
 

@@ -462,6 +462,43 @@ def test_the_pointer_waits_for_the_copies_it_names(opened: Open) -> None:
     assert seen == ["exact/1.pt"] * 3
 
 
+def test_markers_are_copied_after_all_ranks_files(opened: Open, tmp_path: Path) -> None:
+    """Other tools take a folder with `config.yaml` for a whole checkpoint of OLMo."""
+    store = Meddled()
+    order: list[str] = []
+    num_failed = 0
+
+    async def before(operation: str, key: str) -> None:
+        nonlocal num_failed
+        if operation == "copy" and key.endswith("__1_0.distcp") and num_failed < 4:
+            num_failed += 1
+            raise trouble(FailureReason.OTHER)
+
+    async def after(operation: str, key: str) -> None:
+        if operation == "copy" and key.startswith("ckpt/"):  # not the trial when opened
+            order.append(key.rpartition("/")[2])
+
+    store.before, store.after = before, after  # type: ignore[method-assign]
+    files = {0: ["config.yaml", "model/.metadata", "model/__0_0.distcp"], 1: ["model/__1_0.distcp"]}
+    settings = {"world_size": 2, "launch_id": "1", "publish_copies": True, "on_error": "warn"}
+    with (
+        opened(store, tmp_path / "node-0", rank=0, **settings) as zero,
+        opened(store, tmp_path / "node-1", rank=1, **settings) as one,
+    ):
+        for uploader in (zero, one):
+            for name in files[uploader.rank]:
+                write(uploader, f"step5/{name}", name.encode())
+            uploader.enqueue(uploader.folder / "step5", 5, publish_as="step5")
+            uploader.seal(5)
+        for uploader in (zero, one):
+            uploader.wait(5, timeout_s=10)
+            wait_until(lambda: not has_copies_to_make(uploader), uploader)  # noqa: B023
+    assert num_failed == 4
+    first = list(dict.fromkeys(order))  # two ranks may make the same copy
+    assert sorted(first[:2]) == ["__0_0.distcp", "__1_0.distcp"]
+    assert first[2:] == [".metadata", "config.yaml"]
+
+
 def test_the_pointer_is_written_where_nothing_is_kept_locally(opened: Open) -> None:
     store = Meddled()
     with opened(store, composer_symlink=POINTER, num_checkpoints_to_keep=0) as uploader:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from olmo import util
 from olmo.config import TrainConfig
 from olmo.model import OLMo
 from olmo.optim import build_optimizer
@@ -22,6 +23,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.integrations import olmo as ours
 from ckpt_async.torch import load, unshard
 from tests.compat.olmo.tiny import LENGTH, VOCABULARY, config, start_ranks, wrapped
+from tests.stores.objects import objects
 
 
 def built(cfg: TrainConfig, seed: int, *, is_ddp: bool) -> tuple[Any, Any]:
@@ -44,9 +46,23 @@ def losses(model: Any, optim: Any) -> list[float]:
     return found
 
 
+def check_copies(cfg: TrainConfig, folder: Path, url: str, *, is_ddp: bool) -> None:
+    """OLMo's own tools find in the store what the local folder has."""
+    run = f"{cfg.remote_save_folder}/kinds/unsharded" if is_ddp else str(cfg.remote_save_folder)
+    copied = f"{run}/{folder.name}"
+    here = {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    assert objects(copied) == here
+    assert util.find_latest_checkpoint(run) == copied
+    assert is_ddp or copied == url
+
+
 def check(cfg: TrainConfig, name: str, step: int) -> None:
     is_ddp = name == "full"
-    checkpointer = ours.FullCheckpointer(cfg) if is_ddp else ours.build_sharded_checkpointer(cfg)
+    checkpointer = (
+        ours.FullCheckpointer(cfg, publish_copies=True)
+        if is_ddp
+        else ours.build_sharded_checkpointer(cfg, publish_copies=True)
+    )
     folder = Path(cfg.save_folder, f"step{step}-unsharded" if is_ddp else f"step{step}")
     url = f"{cfg.remote_save_folder}/{folder.name}"
     model, optim = built(cfg, 1, is_ddp=is_ddp)
@@ -56,6 +72,7 @@ def check(cfg: TrainConfig, name: str, step: int) -> None:
     expected = losses(model, optim)
     ours.close_uploads()
     dist.barrier()
+    check_copies(cfg, folder, url, is_ddp=is_ddp)
     assert ours.find_latest_checkpoint(str(cfg.remote_save_folder)) == url
     found = restore.find(str(cfg.remote_save_folder), step=step, kind=checkpointer.kind)
     assert found is not None
