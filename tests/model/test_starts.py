@@ -20,12 +20,17 @@ def schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the schedule control sleep."""
     monkeypatch.setattr(generations, "asyncio", types.SimpleNamespace(sleep=until))
     monkeypatch.setattr(generations, "_newest_decided", _none_decided)
+    monkeypatch.setattr(generations.steps, "refuse_unfinished_copy", _no_copy)
     monkeypatch.setattr(generations.logger, "disabled", True)
 
 
 async def _none_decided(_: Any, *, after: int) -> int:
     """There are no decisions here, so that the request would only make each order of events longer."""
     return after
+
+
+async def _no_copy(_: Any) -> None:
+    """Nor is anything being copied here."""
 
 
 def in_any_order(seed: int) -> None:
