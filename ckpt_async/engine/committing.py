@@ -34,7 +34,6 @@ from ckpt_async.engine import fencing
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
 from ckpt_async.protocol import cas, copies, deciding, steps
-from ckpt_async.protocol import steps as targets
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -306,9 +305,9 @@ async def name_target(state: State) -> None:
     is_open = order.is_open(local, known)
     is_waiting = order.is_waiting(state.uploads.turn, state.now(), is_open=is_open)
     if state.policy.may_decide and not is_waiting:
-        target = await targets.name_target(state.store, newest, known)
+        target = await steps.name_target(state.store, newest, known)
     else:
-        target = await targets.read_target(state.store, newest)
+        target = await steps.read_target(state.store, newest)
     turn = order.with_target(state.uploads.turn, target or known, state.now(), may_have_named=not is_waiting)
     state.uploads = replace(state.uploads, turn=turn)
 

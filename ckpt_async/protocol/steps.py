@@ -210,6 +210,13 @@ async def read_decisions(
     return unreadable
 
 
+async def all_decisions(store: PatientStore) -> tuple[list[Decision], list[InvalidRecordError]]:
+    """Return all decisions that can be read, in the order of checkpoints, and an error for each other one."""
+    known: KnownDecisions = {}
+    unreadable = await read_decisions(store, await store.list(keys.DECISIONS), known)
+    return sorted((each for _, each in known.values()), key=lambda each: each.checkpoint), unreadable
+
+
 async def read_boundary(store: PatientStore) -> Boundary:
     there = await read_record(store, keys.BOUNDARY, records.decode_boundary)
     return there[0] if there else NOTHING_COLLECTED

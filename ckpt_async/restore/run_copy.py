@@ -87,28 +87,20 @@ def copy(
 
     async def work() -> CopyReport:
         report = CopyReport()
-        to = connect(destination, options, Settings())
-        try:
-            await to.open(PATIENCE_S)
+        decisions = await _committed_of(source, store_options, steps)
+        async with _opened(destination, options) as to:
             began = await _begin(to, source)
-            async with session(source, store_options) as opened:
-                kinds = ["", *await kinds_below(opened.store)]
             whole = {}
-            for kind in kinds:
+            for kind, committed in decisions.items():
                 async with _opened(keys.kind_remote(destination, kind), options) as there:
                     one = _Copy(
                         keys.kind_remote(source, kind), store_options, there, place, on_copied, report
                     )
-                    whole[kind] = await one.checkpoints(steps, may_be_there=began)
-            if not report.copied:
-                what = "" if steps is None else f" of step {', '.join(map(str, sorted(steps)))}"
-                raise ObjectNotFoundError(f"{source} has no committed checkpoint{what}", key=keys.DECISIONS)
-            for kind in kinds:
+                    whole[kind] = await one.checkpoints(committed, may_be_there=began)
+            for kind, those in whole.items():
                 async with _opened(keys.kind_remote(destination, kind), options) as there:
-                    await _show(there, whole[kind])
+                    await _show(there, those)
             await to.delete([keys.COPY])
-        finally:
-            await to.close()
         return report
 
     return threads.run(work())
@@ -160,11 +152,11 @@ class _Copy:
     on_copied: Callable[[Checkpoint], None]
     report: CopyReport
 
-    async def checkpoints(self, steps: Collection[int] | None, *, may_be_there: bool) -> list[Decision]:
+    async def checkpoints(self, decisions: Sequence[Decision], *, may_be_there: bool) -> list[Decision]:
         """Copy shards and receipts, oldest checkpoint first. Return the decisions on those that are whole there."""
         whole = []
         async with session(self.source, self.options) as opened:
-            for decision in await _committed(opened.store, steps):
+            for decision in decisions:
                 try:
                     await self._one(opened, decision, may_be_there=may_be_there)
                 except (DamagedCheckpointError, CheckpointGoneError, InvalidRecordError) as error:
@@ -196,11 +188,7 @@ class _Copy:
             info = await self.to.head(file.key)
         except ObjectNotFoundError:
             return False
-        return (
-            info.size_bytes == file.size_bytes
-            and info.checksum is not None
-            and info.checksum == file.checksum
-        )
+        return (info.size_bytes, info.checksum) == (file.size_bytes, file.checksum)
 
     async def _files(self, checkpoint: Checkpoint, todo: Sequence[Sequence[RemoteFile]], folder: str) -> None:
         """Copy one batch after the other, and fetch the next one while one is uploaded."""
@@ -252,19 +240,30 @@ def batches(files: Iterable[RemoteFile]) -> Iterator[list[RemoteFile]]:
         yield batch
 
 
-async def _committed(store: PatientStore, wanted: Collection[int] | None) -> list[Decision]:
-    known: steps.KnownDecisions = {}
-    for error in await steps.read_decisions(store, await store.list(keys.DECISIONS), known):
-        logger.warning("record_unreadable error=%s; its checkpoint is not copied", error)
-    boundary = await steps.read_boundary(store)
-    found = [
-        decision
-        for _, decision in known.values()
-        if decision.outcome is Outcome.COMMIT
-        and not boundary.voids(decision.checkpoint)
-        and (wanted is None or decision.checkpoint.step in wanted)
-    ]
-    return sorted(found, key=lambda each: each.checkpoint)
+async def _committed_of(
+    source: str, options: StoreOptions | None, wanted: Collection[int] | None
+) -> dict[str, list[Decision]]:
+    """Return what is to be copied, by kind, oldest first. Raises ObjectNotFoundError if that is nothing."""
+    async with session(source, options) as opened:
+        kinds = ["", *await kinds_below(opened.store)]
+    found = {}
+    for kind in kinds:
+        async with session(keys.kind_remote(source, kind), options) as opened:
+            decisions, unreadable = await steps.all_decisions(opened.store)
+            boundary = await steps.read_boundary(opened.store)
+        for error in unreadable:
+            logger.warning("record_unreadable error=%s; its checkpoint is not copied", error)
+        found[kind] = [
+            each
+            for each in decisions
+            if each.outcome is Outcome.COMMIT
+            and not boundary.voids(each.checkpoint)
+            and (wanted is None or each.checkpoint.step in wanted)
+        ]
+    if not any(found.values()):
+        what = "" if wanted is None else f" of step {', '.join(map(str, sorted(wanted)))}"
+        raise ObjectNotFoundError(f"{source} has no committed checkpoint{what}", key=keys.DECISIONS)
+    return found
 
 
 async def _show(to: PatientStore, whole: Sequence[Decision]) -> None:

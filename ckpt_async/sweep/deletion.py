@@ -40,7 +40,8 @@ async def plan(store: PatientStore) -> Deletion:
     others = [
         each.key for each in listing.objects if not is_ours(each.key) and not keys.parse_kind_key(each.key)
     ]
-    committed = [each for each in await _decisions(store) if each.outcome is Outcome.COMMIT]
+    decisions, _ = await steps.all_decisions(store)  # what cannot be read is deleted, too
+    committed = [each for each in decisions if each.outcome is Outcome.COMMIT]
     return Deletion(
         url=store.url,
         committed=[each.checkpoint for each in committed],
@@ -61,12 +62,13 @@ async def delete(store: PatientStore, found: Deletion) -> None:
     """Delete what `plan` has found, and what was written since. Safe to repeat and to cut short anywhere.
 
     Readers see no checkpoint any more once the first step is done. Raises CheckpointRefusedError, before anything is
-    deleted, if there is an obstacle, and in between if somebody begins to read or to write.
+    deleted, if there is an obstacle, and in between if somebody has begun to read.
     """
     check(found)
     for id_ in found.committed:
         await steps.begin_prune(store, id_)
-    for decision in await _decisions(store):
+    decisions, _ = await steps.all_decisions(store)
+    for decision in decisions:
         if decision.outcome is Outcome.PRUNING and not await steps.finish_prune(store, decision.checkpoint):
             raise CheckpointRefusedError(
                 f"{store.url} is not deleted yet: somebody reads {decision.checkpoint}"
@@ -78,13 +80,6 @@ async def delete(store: PatientStore, found: Deletion) -> None:
     last = [each for each in left if each.startswith(keys.GENERATIONS) or each == keys.COPY]
     await store.delete([each for each in left if each not in last])
     await store.delete(last)
-
-
-async def _decisions(store: PatientStore) -> list[Decision]:
-    """Return all that can be read; whatever else is there is deleted, too."""
-    known: steps.KnownDecisions = {}
-    await steps.read_decisions(store, await store.list(keys.DECISIONS), known)
-    return [decision for _, decision in known.values()]
 
 
 async def _obstacle(store: PatientStore, committed: Sequence[Decision], silent_s: float) -> str:

@@ -30,7 +30,7 @@ class RefusalEvents:
         self._unwritten: list[Notice] = []
         self._wants = wants_of(settings)
         self._outbox: OwnOutbox | None = None
-        self._couriers: Delivery | None = None
+        self._delivery: Delivery | None = None
         if not self._wants:
             return
         sinks = sinks_of(settings, os.environ, warns=False)  # the run warns
@@ -39,9 +39,9 @@ class RefusalEvents:
             for sink in sinks:
                 self._outbox.retry_now(sink.name)
         except JournalError as error:
-            logger.error("events_not_told error=%s; events of refusals are lost", error)  # noqa: TRY400  no bug of ours
+            logger.error("events_not_reported error=%s; events of refusals are lost", error)  # noqa: TRY400  no bug of ours
             return
-        self._couriers = Delivery(self._outbox, sinks)
+        self._delivery = Delivery(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
         if refused.cause is not Refusal.GIVEN_UP:  # the run's own event reports that, once for all nodes
@@ -54,7 +54,7 @@ class RefusalEvents:
 
         What cannot be written now, e.g. on a full disk, is tried again with the next refusal and at the end.
         """
-        if self._outbox is None or self._couriers is None or not self._unwritten:
+        if self._outbox is None or self._delivery is None or not self._unwritten:
             return
         try:
             self._outbox.put(self._unwritten, time.time())
@@ -62,12 +62,12 @@ class RefusalEvents:
             logger.warning("events_not_written num=%d error=%s", len(self._unwritten), error)
             return
         self._unwritten.clear()
-        self._couriers.notify()
+        self._delivery.notify()
 
     def close(self, *, at_once: bool = False) -> None:
         """Deliver what can be delivered within `event_grace_s`; the rest waits for the next launch."""
         self._write()
-        if self._couriers is not None:
-            self._couriers.close(0.0 if at_once else self._grace_s)
+        if self._delivery is not None:
+            self._delivery.close(0.0 if at_once else self._grace_s)
         if self._outbox is not None:
             self._outbox.close()

@@ -52,6 +52,7 @@ def test_only_some_steps_are_copied(run_there: str, tmp_path: Path) -> None:
     assert restore.find(there, step=1) is None
     with pytest.raises(ObjectNotFoundError, match="no committed checkpoint of step 9"):
         copy(run_there, f"file://{tmp_path}/other", steps=[9])
+    assert not (tmp_path / "other").exists()
 
 
 def test_nothing_is_shown_before_all_is_there_and_an_interrupted_copy_goes_on(
